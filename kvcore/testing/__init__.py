@@ -7,6 +7,8 @@ nothing leaks, and the other properties of docs/reference/properties.md that can
 needs Hypothesis (`pip install 'kvcore[testing]'`); nothing else of kvcore imports it.
 """
 
+import warnings
+
 try:
     from kvcore.testing.machine import AllocatorMachine
     from kvcore.testing.machines import (
@@ -29,7 +31,6 @@ except ModuleNotFoundError as error:
 from kvcore.testing.driver import Driver
 from kvcore.testing.errors import AdapterError, BrokenError, CrashError, PropertyError
 from kvcore.testing.ghost import Memory, Prefixes, Request
-from kvcore.testing.group_driver import GroupDriver
 from kvcore.testing.protocol import (
     EVERYTHING,
     Allocator,
@@ -37,13 +38,25 @@ from kvcore.testing.protocol import (
     Groups,
     Leases,
     Promise,
+    RecordsEvents,
     Resets,
+    Resolves,
     Swaps,
     TakesItems,
-    Tells,
-    TellsEvents,
     Truncates,
 )
+
+_RENAMED = {"GroupDriver": "Driver", "Tells": "Resolves", "TellsEvents": "RecordsEvents"}
+
+
+def __getattr__(name: str) -> object:
+    """Return what a deprecated name stands for now."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'kvcore.testing' has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"kvcore.testing.{name} is deprecated: use {new}", DeprecationWarning, 2)
+    return globals()[new]
+
 
 __all__ = [
     "EVERYTHING",
@@ -58,7 +71,6 @@ __all__ = [
     "CrashError",
     "Driver",
     "Forks",
-    "GroupDriver",
     "GroupMachine",
     "Groups",
     "Leases",
@@ -66,13 +78,13 @@ __all__ = [
     "Prefixes",
     "Promise",
     "PropertyError",
+    "RecordsEvents",
     "Request",
     "RequestMachine",
     "Resets",
+    "Resolves",
     "Swaps",
     "TakesItems",
-    "Tells",
-    "TellsEvents",
     "TenantMachine",
     "Truncates",
     "allocator_tests",

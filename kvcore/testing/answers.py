@@ -1,11 +1,12 @@
-"""What an adapter returns, checked before anyone believes it."""
+"""Checks of an adapter, and of the types of what it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Callable, Collection
 
 from kvcore.testing.errors import AdapterError
-from kvcore.testing.protocol import OPTIONAL_VERBS, VERBS, Promise
+from kvcore.testing.protocol import OLD_NAMES, OPTIONAL_VERBS, VERBS, Promise
 
 
 def check_adapter(adapter: object) -> frozenset[Promise]:
@@ -20,9 +21,13 @@ def check_adapter(adapter: object) -> frozenset[Promise]:
     wanted = [v for v in VERBS if v != "block_table" or Promise.GROUPS not in promises]
     for promise, verbs in OPTIONAL_VERBS.items():
         wanted += verbs if promise in promises else ()
-    missing = [verb for verb in wanted if not callable(getattr(adapter, verb, None))]
+    name = type(adapter).__name__
+    missing = [verb for verb in wanted if find_verb(adapter, verb) is None]
     if missing:
-        raise AdapterError(f"{type(adapter).__name__} has no {', '.join(missing)}")
+        raise AdapterError(f"{name} has no {', '.join(missing)}")
+    for new, old in OLD_NAMES.items():
+        if new in wanted and not callable(getattr(adapter, new, None)):
+            warnings.warn(f"{name}.{old} is deprecated: use {new}", DeprecationWarning, 3)
     if Promise.GROUPS in promises:
         _check_windows(getattr(adapter, "windows", None))
     return frozenset(promises)
@@ -32,6 +37,15 @@ def _check_windows(windows: object) -> None:
     is_list = isinstance(windows, Collection) and not isinstance(windows, str) and len(windows) > 0
     if not is_list or not all(w is None or (type(w) is int and w > 0) for w in windows):  # type: ignore[attr-defined]
         raise AdapterError(f"windows: wanted a number of tokens or None a group, got {windows!r}")
+
+
+def find_verb(adapter: object, verb: str) -> Callable[..., object] | None:
+    """Return an adapter's verb, which may still have its old name; None: there is none."""
+    for name in (verb, OLD_NAMES.get(verb, verb)):
+        found: object = getattr(adapter, name, None)
+        if callable(found):
+            return found
+    return None
 
 
 def as_count(verb: str, value: object) -> int:
@@ -46,6 +60,14 @@ def as_ids(verb: str, value: object) -> list[int]:
     if not isinstance(value, Collection) or isinstance(value, str):
         raise AdapterError(f"{verb}: wanted block ids, got {value!r}")
     return [as_count(verb, block_id) for block_id in value]
+
+
+def as_tables(verb: str, value: object, num_groups: int) -> list[list[int]]:
+    """Return block tables. Raises AdapterError if there is not one for each layer group."""
+    if not isinstance(value, Collection) or len(value) != num_groups:
+        wanted = f"a table for each of {num_groups} groups"
+        raise AdapterError(f"{verb}: wanted {wanted}, got {value!r}")
+    return [as_ids(verb, table) for table in value]
 
 
 def as_pair(verb: str, value: object) -> tuple[object, object]:
@@ -71,11 +93,11 @@ def as_events(verb: str, value: object) -> list[tuple[str, object]]:
     for kind, _ in pairs:
         if kind not in {"stored", "removed", "cleared"}:
             raise AdapterError(f"{verb}: wanted stored, removed or cleared, got {kind!r}")
-    return [(str(kind), name) for kind, name in pairs]
+    return [(str(kind), block_hash) for kind, block_hash in pairs]
 
 
-def as_names(verb: str, value: object) -> list[object]:
-    """Return names of blocks. Raises AdapterError if it is no collection."""
+def as_hashes(verb: str, value: object) -> list[object]:
+    """Return block hashes. Raises AdapterError if it is no collection."""
     if not isinstance(value, Collection) or isinstance(value, str):
-        raise AdapterError(f"{verb}: wanted names, got {value!r}")
+        raise AdapterError(f"{verb}: wanted block hashes, got {value!r}")
     return list(value)

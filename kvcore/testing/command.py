@@ -1,7 +1,7 @@
 """The command line of `python -m kvcore.testing`, and what it prints and writes.
 
-Exit codes: 0 nothing was found; 1 something was; 2 the command line or the adapter is wrong; 3 what
-was found is all known, and was met.
+Exit codes: 0 nothing found; 1 a failure found; 2 the command line or the adapter is wrong; 3 only
+known failures were met.
 """
 
 from __future__ import annotations
@@ -133,18 +133,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvcore.testing",
         description="Search for what is wrong with an allocator, through an adapter.",
-        epilog="Exit codes: 0 nothing found, 1 found, 2 wrong command or adapter, 3 only known.",
+        epilog="Exit codes: 0 no failure, 1 a failure, 2 wrong command or adapter, 3 known ones.",
     )
     add = parser.add_argument
     add("adapter", metavar="MODULE:FACTORY", help="makes an adapter")
     add("--profile", choices=PROFILES, default="default", help="how much a round does")
-    add("--seconds", type=_positive, default=0.0, help="rounds until then; else one")
-    add("--seed", type=int, default=0, help="of the first round; the next has the next")
+    add("--seconds", type=_positive, default=0.0, help="more rounds until then")
+    add("--seed", type=int, default=0, help="of the first round; each later round adds 1")
     add("--machine", action="append", metavar="NAME", help="only this one; may be repeated")
     add("--block-size", action="append", type=int, metavar="N", help="likewise")
-    add("--known", action="append", default=[], metavar="KEY", help="go on behind, as 'P9: begin'")
-    add("--go-on", action="store_true", help="go on behind what is found, for all there is")
-    add("--no-pictures", action="store_true", help="the calls alone")
+    add("--known", action="append", default=[], metavar="KEY", help="continue past 'P9: begin'")
+    add("--go-on", action="store_true", help="continue past each failure that is found")
+    add("--no-pictures", action="store_true", help="print the calls alone")
     add("--json", type=Path, metavar="FILE", help="write all of it there")
     add("--junit", type=Path, metavar="FILE", help="write a test case for each machine there")
     return parser

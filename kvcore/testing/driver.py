@@ -4,18 +4,25 @@
 what was promised, that a call that found no space has changed nothing, and, through `agree`, that
 free blocks, live tables and the KV behind them are what they must be. It decides nothing: what is
 called, and when, is decided by the machines, or by a scenario written by hand.
+
+Every request has a table for each layer group; an allocator that does not promise GROUPS has one
+group of full attention. With GROUPS, what no later query of a window sees may be anything, and only
+the promises of `WITH_GROUPS` are tested.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import cast
 
 from kvcore.testing.answers import (
     as_count,
     as_events,
+    as_hashes,
     as_ids,
-    as_names,
     as_pair,
     as_pairs,
     check_adapter,
@@ -24,7 +31,7 @@ from kvcore.testing.errors import BrokenError
 from kvcore.testing.ghost import Lease, Memory, Prefixes, Request, marked
 from kvcore.testing.picture import picture
 from kvcore.testing.program import Program
-from kvcore.testing.protocol import Item, Promise
+from kvcore.testing.protocol import WITH_GROUPS, Item, Promise
 from kvcore.testing.watch import Watch
 
 
@@ -49,7 +56,11 @@ class Driver:
         *,
         draw: bool = False,
     ) -> None:
-        self.promises = check_adapter(allocator)
+        promised = check_adapter(allocator)
+        self.promises = promised & WITH_GROUPS if Promise.GROUPS in promised else promised
+        self.windows: Sequence[int | None] = (None,)
+        if Promise.GROUPS in promised:
+            self.windows = tuple(cast("Iterable[int | None]", getattr(allocator, "windows", ())))
         self.program = Program(allocator, waive)
         self.draw = draw
         self.seen: Counter[str] = Counter() if seen is None else seen
@@ -68,7 +79,7 @@ class Driver:
         self.program.step("start", "", num_blocks, block_size)
         ids = as_ids("start", self.program.call("start", num_blocks, block_size))
         self.block_size = block_size
-        self.memory = Memory(block_size)
+        self.memory = Memory(block_size, self.windows)
         usable = frozenset(ids)
         if len(usable) != len(ids) or not usable <= set(range(num_blocks)):
             self.program.broken("P1", f"ids 0 to {num_blocks - 1}, each once, got {ids!r}")
@@ -80,16 +91,16 @@ class Driver:
         asked, things = list(tokens), tuple(items)
         name = self._name()
         self.program.step("begin", name, tuple(asked), tenant, things)
-        root = self.prefixes.root(tenant, self.epoch)
-        path = self.prefixes.follow(root, marked(asked, things))
         target = f"{name}, cached = "
-        told = None if things else self._told(asked, tenant)
+        indexed = None if things else self._indexed(asked, tenant)
         if things:
             answer = self.program.call("begin_with", list(asked), tenant, things, target=target)
         else:
             answer = self.program.call("begin", list(asked), tenant, target=target)
         handle, cached = as_pair("begin", answer)
-        request = Request(name, handle, asked, tenant, root, path, items=things)
+        roots = self._roots(tenant)
+        paths = self._paths(roots, asked, things)
+        request = Request(name, handle, asked, tenant, self.epoch, roots, paths, items=things)
         request.cached = request.computed = as_count("begin", cached)
         if not 0 <= request.cached < len(asked):
             self.program.broken(
@@ -97,14 +108,14 @@ class Driver:
                 f"{name} has {len(asked)} tokens, {cached} cached: at least one must be computed",
             )
         self._must_hit(request)
-        if told is not None and told != request.cached:
+        if indexed is not None and indexed != request.cached:
             self.program.broken(
-                "P21", f"{name} hits {cached} tokens: wanted {told}, as the events have told"
+                "P21", f"{name} hits {cached} tokens: wanted {indexed}, by the events"
             )
         self._note_strangers(request)
         self.live.append(request)
         if Promise.HOLD in self.promises:
-            request.told = self.watch.table(request)
+            request.tables = self.watch.tables(request)
             self.watch.accept_hits(request)
         self.agree()
         return request
@@ -123,21 +134,24 @@ class Driver:
                 )
             self.program.expect("P4", "state after no space", self.watch.view(self.live), before)
             return False
-        if needed[0] > before[0]:
-            self.program.broken(
-                "P13", f"room made that takes {needed[0]} free blocks, with {before[0]} free"
-            )
-        ids = as_ids("reserve", answer)
-        table = self.watch.table(request)
+        tables = self.watch.tables(request)
         if not self._is_placed(request):
-            request.told = table[: -(-request.cached // self.block_size)]
+            hits = self.watch.blocks(request.cached)
+            request.tables = [table[:hits] for table in tables]
             self.watch.accept_hits(request)
-        self._hand_out(request, ids)
-        told = [*request.told, *ids]
-        self.program.expect("P16", f"the table that {request.name} was told", told, table)
-        wanted = max(len(request.told), self.watch.blocks(request.computed + num_tokens))
-        self.program.expect("P14", f"blocks of {request.name}", len(table), wanted)
-        request.told = told
+        has_groups = Promise.GROUPS in self.promises
+        fresh = self.watch.fresh(request, tables) if has_groups else [as_ids("reserve", answer)]
+        num_taken = max(needed[0], sum(map(len, fresh)))
+        if num_taken > before[0]:
+            self.program.broken(
+                "P13", f"room made that takes {num_taken} free blocks, with {before[0]} free"
+            )
+        self._hand_out(request, fresh)
+        if not has_groups:
+            table = [*request.block_table, *fresh[0]]
+            self.program.expect("P16", f"the table of {request.name}", table, tables[0])
+        self.watch.check_cover(request, tables, request.computed + num_tokens)
+        request.tables = tables
         self.agree()
         return True
 
@@ -145,28 +159,25 @@ class Driver:
         """Write the KV of the next tokens, and say so. P16 if blocks must stay in their places."""
         self.program.step("commit", request.name, num_tokens)
         stop = request.computed + num_tokens
-        current = request.root == self.prefixes.root(request.tenant, self.epoch)
-        known = len(request.tokens) - request.unknown
-        self.memory.write(request, request.computed, min(stop, known), resident=current)
-        self.memory.write(request, max(request.computed, known), stop, resident=False)
+        self._write(request, request.computed, stop)
         self.program.call("commit", request, num_tokens)
         request.computed = stop
-        table = self.watch.table(request)
+        tables = self.watch.tables(request)
         if Promise.STABLE in self.promises:
-            self.program.expect("P16", f"the table of {request.name}", table, request.told)
-        before, request.told = request.told, table
+            self.program.expect("P16", f"the table of {request.name}", tables, request.tables)
+        before, request.tables = request.blocks, tables
         self.memory.release(before, self.watch.held(self.live))
         self.agree()
 
     def append(self, request: Request, token: int) -> None:
-        """Let a token join the end."""
+        """Add a token to the end."""
         self.program.step("append", request.name, token)
         self.program.call("append", request, token)
         self._join(request, token)
         self.agree()
 
     def expect(self, request: Request, token: int) -> None:
-        """Let a token join the end that the device knows, and the allocator is told later."""
+        """Add a token to the end that the device knows, and the allocator does not know yet."""
         self.program.step("expect", request.name, token)
         self.program.call("expect", request, 1)
         self._join(request, token)
@@ -174,26 +185,30 @@ class Driver:
         self.seen["expected"] += 1
         self.agree()
 
-    def tell(self, request: Request) -> None:
-        """Tell the first token that is not told; what that fills ought to hit from now on."""
-        self.program.step("tell", request.name)
-        known = len(request.tokens) - request.unknown
-        self.program.call("tell", request, request.tokens[known])
+    def resolve(self, request: Request) -> None:
+        """Make the first unknown token known; what that fills ought to hit from now on."""
+        self.program.step("resolve", request.name)
+        known = request.num_known
+        self.program.call("resolve", request, request.tokens[known])
         request.unknown -= 1
         if known < request.computed:
-            current = request.root == self.prefixes.root(request.tenant, self.epoch)
-            self.memory.write(request, known, known + 1, resident=current)
-        self.seen["told later"] += 1
+            self._write(request, known, known + 1)
+        self.seen["resolved"] += 1
         self.agree()
 
+    def tell(self, request: Request) -> None:
+        """Do what `resolve` does. Deprecated."""
+        warnings.warn("Driver.tell is deprecated: use resolve", DeprecationWarning, 2)
+        self.resolve(request)
+
     def finish(self, request: Request) -> None:
-        """End a request in whatever state it is."""
+        """End a request in any state."""
         self.program.step("finish", request.name)
         if request.computed < len(request.tokens):
             self.seen["aborted"] += 1
         self.program.call("finish", request)
         (self.away if request in self.away else self.live).remove(request)
-        self._let_go(request, request.told)
+        self._let_go(request, request.blocks)
         self.agree()
 
     def truncate(self, request: Request, num_tokens: int) -> None:
@@ -207,14 +222,16 @@ class Driver:
             self.program.broken(
                 "P14", f"{computed} tokens computed after a cut, in {table}: wanted at most {most}"
             )
-        self.program.expect("P16", "what is left", table, request.told[: len(table)])
-        before, request.told = request.told, table
+        self.program.expect("P16", "what is left", table, request.block_table[: len(table)])
+        before, request.block_table = request.block_table, table
         others = self.watch.held(other for other in self.live if other is not request)
         for index in range(computed // self.block_size, len(table)):
             if table[index] not in others:
                 self.memory.doubt(table[index])
-        request.unknown = max(0, num_tokens - (len(request.tokens) - request.unknown))
-        del request.tokens[num_tokens:], request.path[num_tokens:]
+        request.unknown = max(0, num_tokens - request.num_known)
+        del request.tokens[num_tokens:]
+        for path in request.paths:
+            del path[num_tokens:]
         request.computed = computed
         self._let_go(request, before)
         request.cached = min(request.cached, computed)
@@ -234,22 +251,20 @@ class Driver:
             self.program.expect("P4", "state after no space", self.watch.view(self.live), before)
             return None
         handle, copies = as_pair("fork", answer)
-        child = Request(
-            name, handle, [*request.tokens], request.tenant, request.root, [*request.path]
-        )
-        child.items = request.items
-        child.computed, child.cached = request.computed, request.cached
+        paths = [[*path] for path in request.paths]
+        child = replace(request, name=name, handle=handle, tokens=[*request.tokens], paths=paths)
+        child.tables = []
         orders = as_pairs("fork", copies)
         table = self.watch.table(child)
-        own = [block_id for block_id in table if block_id not in request.told]
+        own = [block_id for block_id in table if block_id not in request.block_table]
         self.program.expect("P13", f"new blocks of {name}", len(own), needed)
         if len(table) < self.watch.blocks(child.computed):
             self.program.broken("P14", f"{table} does not cover {child.computed} computed tokens")
-        self._hand_out(child, own)
-        child.told = table
+        self._hand_out(child, [own])
+        child.block_table = table
         for src, dst in orders:
-            if src not in request.told or dst not in own:
-                self.program.broken("P16", f"a copy from {src} to {dst}, which are not theirs")
+            if src not in request.block_table or dst not in own:
+                self.program.broken("P16", f"a copy from {src} to {dst}: not in the tables")
             self.memory.copy(src, dst)
         self.live.append(child)
         self.seen["forks"] += 1
@@ -257,12 +272,12 @@ class Driver:
         return child
 
     def lease(self, request: Request) -> Lease:
-        """Hold what a request's table names, for a step or a transfer in flight."""
+        """Hold the blocks of a request's table, for a step or a transfer in flight."""
         self.num_leases += 1
         name = f"lease{self.num_leases}"
         self.program.step("lease", request.name, name)
         handle = self.program.call("lease", request, target=f"{name} = ")
-        lease = Lease(name, handle, [*request.told])
+        lease = Lease(name, handle, request.blocks)
         self.watch.leases.append(lease)
         self.seen["leases"] += 1
         self.agree()
@@ -286,20 +301,20 @@ class Driver:
         self.agree()
 
     def swap_out(self, request: Request) -> None:
-        """Give a request's blocks up; the host keeps what is computed. P16 of what is copied."""
+        """Free a request's blocks; the host keeps its computed KV. P16 of the copies."""
         self.program.step("swap_out", request.name)
         ids = as_ids("swap_out", self.program.call("swap_out", request))
-        wanted = request.told[: self.watch.blocks(request.computed)]
+        wanted = request.block_table[: self.watch.blocks(request.computed)]
         self.program.expect("P16", f"what {request.name} copies out", ids, wanted)
         self.live.remove(request)
         self.away.append(request)
-        before, request.told, request.num_away = request.told, [], len(ids)
+        before, request.tables, request.num_away = request.blocks, [], len(ids)
         self._let_go(request, before)
         self.seen["swapped out"] += 1
         self.agree()
 
     def swap_in(self, request: Request) -> bool:
-        """Bring a request back. P1, P13, P16 and P4 of what is copied, P7 through `agree`."""
+        """Bring a request back. P1, P4, P13 and P16 of the copies, P7 through `agree`."""
         self.program.step("swap_in", request.name)
         before = self.watch.view(self.live)
         answer = self.program.call("swap_in", request)
@@ -315,18 +330,14 @@ class Driver:
             if not 0 <= index < len(table) or table[index] != block_id:
                 self.program.broken("P16", f"block {index} of the host to {block_id}, in {table}")
         copied = {index for index, _ in copies}
-        request.told = [block_id for index, block_id in enumerate(table) if index not in copied]
-        self._hand_out(request, [block_id for _, block_id in copies])
+        request.block_table = [b for index, b in enumerate(table) if index not in copied]
+        self._hand_out(request, [[block_id for _, block_id in copies]])
         self.away.remove(request)
         self.live.append(request)
-        request.told, request.num_away = table, 0
-        current = request.root == self.prefixes.root(request.tenant, self.epoch)
-        known = len(request.tokens) - request.unknown
+        request.block_table, request.num_away = table, 0
         for index in sorted(copied):
             start = index * self.block_size
-            stop = min(start + self.block_size, request.computed)
-            self.memory.write(request, start, min(stop, known), resident=current)
-            self.memory.write(request, max(start, known), stop, resident=False)
+            self._write(request, start, min(start + self.block_size, request.computed))
         self.seen["swapped in"] += 1
         self.agree()
         return True
@@ -360,41 +371,60 @@ class Driver:
         self.agree()
 
     def agree(self) -> None:
-        """Compare all that can be seen: P1, P2, P5, P7 and P18."""
+        """Compare all that can be seen: P1, P2, P5, P7, P18 and P19."""
         if self.draw:
             self.program.note(picture(self.memory, self.prefixes, self.watch, self.live))
         placed = [request for request in self.live if self._is_placed(request)]
         self.watch.agree(placed, self.seen)
 
-    def _join(self, request: Request, token: int) -> None:
-        """Let a token join the end of what the machines know of a request."""
-        request.tokens.append(token)
-        last = request.path[-1] if request.path else request.root
-        request.path += self.prefixes.follow(last, [token])
+    def room(self, request: Request) -> int:
+        """Return the number of slots of a request's table that are not computed yet."""
+        return len(request.block_table) * self.block_size - request.computed
 
-    def _told(self, tokens: list[int], tenant: str) -> int | None:
-        """Return how many tokens of a prompt hit by what events have told, if they are told."""
+    def _roots(self, tenant: str) -> list[int]:
+        """Return the numbers of a tenant's empty prefixes, one a layer group."""
+        return [self.prefixes.root(tenant, self.epoch, n) for n in range(len(self.windows))]
+
+    def _paths(self, roots: list[int], tokens: list[int], items: Iterable[Item]) -> list[list[int]]:
+        """Return the numbers of a prompt's prefixes, for each layer group."""
+        marks = marked(tokens, items)
+        return [self.prefixes.follow(root, marks) for root in roots]
+
+    def _join(self, request: Request, token: int) -> None:
+        """Add a token to the end of what the machines know of a request."""
+        request.tokens.append(token)
+        for root, path in zip(request.roots, request.paths, strict=True):
+            path.extend(self.prefixes.follow(path[-1] if path else root, [token]))
+
+    def _write(self, request: Request, start: int, stop: int) -> None:
+        """Write the KV of positions; what has known tokens and no older weights can be hit."""
+        known, current = request.num_known, request.epoch == self.epoch
+        self.memory.write(request, start, min(stop, known), resident=current)
+        self.memory.write(request, max(start, known), stop, resident=False)
+
+    def _indexed(self, tokens: list[int], tenant: str) -> int | None:
+        """Return how many tokens of a prompt hit by the events, if those are promised."""
         if Promise.EVENTS not in self.promises:
             return None
         self._fold()
-        names = as_names("names", self.program.ask("names", list(tokens), tenant))
-        self.program.expect("P21", "names of a prompt", len(names), len(tokens) // self.block_size)
-        leading = next((n for n, name in enumerate(names) if name not in self.index), len(names))
+        answer = self.program.ask("block_hashes", list(tokens), tenant)
+        hashes = as_hashes("block_hashes", answer)
+        wanted = len(tokens) // self.block_size
+        self.program.expect("P21", "block hashes of a prompt", len(hashes), wanted)
+        leading = next((n for n, h in enumerate(hashes) if h not in self.index), len(hashes))
         return min(leading, (len(tokens) - 1) // self.block_size) * self.block_size
 
     def _fold(self) -> None:
         """Follow the events. P21: nothing is removed that was not stored."""
-        if Promise.EVENTS not in self.promises:
-            return
-        for kind, name in as_events("take_events", self.program.ask("take_events")):
+        for kind, block_hash in as_events("take_events", self.program.ask("take_events")):
             if kind == "stored":
-                self.index.add(name)
+                self.index.add(block_hash)
             elif kind == "cleared":
                 self.index.clear()
-            elif name in self.index:
-                self.index.remove(name)
+            elif block_hash in self.index:
+                self.index.remove(block_hash)
             else:
-                self.program.broken("P21", f"{name!r} removed, which was not stored")
+                self.program.broken("P21", f"{block_hash!r} removed, which was not stored")
             self.seen["events"] += 1
 
     def _name(self) -> str:
@@ -405,7 +435,7 @@ class Driver:
 
     def _is_placed(self, request: Request) -> bool:
         """Whether its hits are in its table: from `begin` on, or from the first `reserve` on."""
-        return Promise.HOLD in self.promises or bool(request.told)
+        return Promise.HOLD in self.promises or bool(request.blocks)
 
     def _must_hit(self, request: Request) -> None:
         """P24: what was committed and is still there is found."""
@@ -415,7 +445,7 @@ class Driver:
             self.seen["full hits"] += 1
         if Promise.KEEP not in self.promises and Promise.REUSE not in self.promises:
             return
-        wanted = self.memory.expected(request.path, at_once=Promise.KEEP not in self.promises)
+        wanted = self.memory.expected(request.paths, at_once=Promise.KEEP not in self.promises)
         if request.cached < wanted:
             self.program.broken(
                 "P24", f"{request.name} hits {request.cached} tokens: {wanted} are cached"
@@ -426,19 +456,20 @@ class Driver:
         if request.tenant not in self.tenants:
             self.tenants.append(request.tenant)
         for tenant in self.tenants:
-            root = self.prefixes.root(tenant, self.epoch)
-            path = self.prefixes.follow(root, marked(request.tokens, request.items))
-            theirs = self.memory.expected(path, at_once=False)
+            paths = self._paths(self._roots(tenant), request.tokens, request.items)
+            theirs = self.memory.expected(paths, at_once=False)
             if theirs > request.cached:
                 self.seen["kept apart"] += 1
                 return
 
     def _let_go(self, request: Request, blocks: list[int]) -> None:
-        """Note what a request has let go of, all of it or its end; hits alone were never used."""
+        """Note the release of a request's blocks, all or the last; hits alone were never used."""
         was_used = len(blocks) > self.watch.blocks(request.cached)
         self.memory.release(blocks, self.watch.held(self.live), was_used=was_used)
 
-    def _hand_out(self, request: Request, ids: list[int]) -> None:
-        self.watch.check_new(request, ids, self.live)
-        for block_id in ids:
-            self.seen["evictions"] += self.memory.hand_out(block_id, request)
+    def _hand_out(self, request: Request, fresh: list[list[int]]) -> None:
+        """P1, P12, P15: blocks that are new to a request, for each of its layer groups."""
+        self.watch.check_new(request, [b for ids in fresh for b in ids], self.live)
+        for group, ids in enumerate(fresh):
+            for block_id in ids:
+                self.seen["evictions"] += self.memory.hand_out(block_id, request, group)

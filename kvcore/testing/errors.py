@@ -1,4 +1,4 @@
-"""What the machines raise: a broken property, a crash, or an adapter that is not one.
+"""What the machines raise: a broken property, a crash, or an invalid adapter.
 
 Each carries the calls that led to it as a program, so that a failure can be read, and replayed,
 without the machine that found it.

@@ -1,18 +1,22 @@
-"""What the GPU's memory would hold: behind each place of each block, the prefix it was made from.
+"""What the GPU's memory would hold: for each slot of each block, the prefix it was computed from.
 
-Every prefix (a tenant, an epoch, and tokens up to some position) has a number; KV is right for a
-request at a position if and only if the number behind that place is the request's own. Nothing here
-calls an allocator.
+Every prefix (a tenant, an epoch, a layer group, and tokens up to some position) has a number; KV is
+right for a request at a position if and only if the number in that slot is the request's own.
+Nothing here calls an allocator.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcore.testing.protocol import Item
 
-Root = tuple[str, int]
+Tables = list[list[int]]
+"""The block tables of a request, one a layer group."""
+
+Root = tuple[str, int, int]
 
 
 class Prefixes:
@@ -22,9 +26,9 @@ class Prefixes:
         self._numbers: dict[tuple[int, Hashable] | Root, int] = {}
         self._made_of: list[tuple[int, Hashable] | Root] = []
 
-    def root(self, tenant: str, epoch: int) -> int:
-        """Return the number of the empty prefix of a tenant in an epoch."""
-        return self._number((tenant, epoch))
+    def root(self, tenant: str, epoch: int, group: int = 0) -> int:
+        """Return the number of the empty prefix of a tenant in an epoch, for a layer group."""
+        return self._number((tenant, epoch, group))
 
     def follow(self, root: int, tokens: Iterable[Hashable]) -> list[int]:
         """Return the numbers of the prefixes that end after each of the tokens."""
@@ -55,32 +59,59 @@ class Request:
     """A request as the machines know it.
 
     Attributes:
-        name: what it is called in a program.
-        handle: what the adapter calls it.
-        tokens: all of them, computed or not, told or not: the device knows them.
-        tenant: whose it is.
-        root: the number of its empty prefix.
-        path: the numbers of its prefixes, one a token.
-        computed: how many tokens have their KV written.
-        cached: how many of them were found in the cache.
-        told: the block table as the runner was told it.
-        unknown: how many of its last tokens the allocator has not been told.
-        items: what stands over its positions beside tokens.
-        num_away: how many blocks of it the host holds, while it is swapped out.
+        name: its name in a program.
+        handle: what the adapter uses for it.
+        tokens: all of them, computed or not, known to the allocator or not: the device has them.
+        tenant: its tenant.
+        epoch: the number of resets before it began.
+        roots: the numbers of its empty prefix, one a layer group.
+        paths: the numbers of its prefixes, for each layer group one a token.
+        computed: the number of tokens whose KV is written.
+        cached: the number of tokens that were found in the cache.
+        tables: the block tables that the adapter returned last; [] before the first call to it.
+        unknown: the number of its last tokens that the allocator does not know yet.
+        items: the multimodal items over its positions.
+        num_away: the number of its blocks that the host holds while it is swapped out.
     """
 
     name: str
     handle: object
     tokens: list[int]
     tenant: str
-    root: int
-    path: list[int]
+    epoch: int
+    roots: list[int]
+    paths: list[list[int]]
     computed: int = 0
     cached: int = 0
-    told: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=list)
     unknown: int = 0
     items: tuple[Item, ...] = ()
     num_away: int = 0
+
+    @property
+    def block_table(self) -> list[int]:
+        """The block table of the first layer group; [] before there is one."""
+        return self.tables[0] if self.tables else []
+
+    @block_table.setter
+    def block_table(self, table: list[int]) -> None:
+        self.tables = [table]
+
+    @property
+    def told(self) -> list[int]:
+        """Return `block_table`. Deprecated."""
+        warnings.warn("Request.told is deprecated: use block_table", DeprecationWarning, 2)
+        return self.block_table
+
+    @property
+    def blocks(self) -> list[int]:
+        """The ids in all its tables."""
+        return [block_id for table in self.tables for block_id in table]
+
+    @property
+    def num_known(self) -> int:
+        """The number of its tokens that the allocator knows."""
+        return len(self.tokens) - self.unknown
 
 
 @dataclass(slots=True, eq=False)
@@ -88,9 +119,9 @@ class Lease:
     """A lease as the machines know it.
 
     Attributes:
-        name: what it is called in a program.
-        handle: what the adapter calls it.
-        blocks: what it holds.
+        name: its name in a program.
+        handle: what the adapter uses for it.
+        blocks: the ids that it holds.
     """
 
     name: str
@@ -108,19 +139,21 @@ def marked(tokens: Sequence[int], items: Iterable[Item]) -> list[Hashable]:
 
 
 class Memory:
-    """The blocks, what is behind their places, and which of them ought to be found.
+    """The blocks, the contents of their slots, and which of them must be found.
 
     A block is *resident* from the moment at which all its tokens are committed until it is handed
     out again: that is how long it can be hit.
 
     Args:
         block_size: tokens a block.
+        windows: for each layer group the number of tokens that a query sees; None: all.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.places: dict[int, list[int | None]] = {}
-        self.owners: dict[int, Request] = {}
+        self.owners: dict[int, tuple[str, list[int]]] = {}  # block -> request's name, its path
         self.resident: dict[int, dict[int, int]] = {}  # last prefix -> block -> handed out by then
         self.ends: dict[int, int] = {}  # block -> its last prefix, for resident ones
         self.released: dict[int, tuple[int, int]] = {}  # block -> (when, -position in the table)
@@ -128,29 +161,30 @@ class Memory:
         self.num_handed_out = 0
         self.clock = 0
 
-    def hand_out(self, block_id: int, request: Request) -> bool:
+    def hand_out(self, block_id: int, request: Request, group: int = 0) -> bool:
         """Give a block to a request; what it held is gone. Returns whether that was resident."""
         self.used.pop(block_id, None)
         evicted = self.doubt(block_id)
         self.places[block_id] = [None] * self.block_size
-        self.owners[block_id] = request
+        self.owners[block_id] = (request.name, request.paths[group])
         self.num_handed_out += 1
         return evicted
 
     def write(self, request: Request, start: int, stop: int, *, resident: bool) -> None:
         """Write the KV of some of a request's positions; blocks that fill become resident."""
-        for position in range(start, stop):
-            index, offset = divmod(position, self.block_size)
-            block_id = request.told[index]
-            cells = self.places.setdefault(block_id, [None] * self.block_size)
-            if cells[offset] != request.path[position]:
-                self.doubt(block_id)
-                cells[offset] = request.path[position]
-            first = index * self.block_size
-            whole = request.path[first : first + self.block_size]
-            if resident and offset == self.block_size - 1 and cells == whole:
-                self.resident.setdefault(whole[-1], {})[block_id] = self.num_handed_out
-                self.ends[block_id] = whole[-1]
+        for path, table in zip(request.paths, request.tables, strict=True):
+            for position in range(start, stop):
+                index, offset = divmod(position, self.block_size)
+                block_id = table[index]
+                cells = self.places.setdefault(block_id, [None] * self.block_size)
+                if cells[offset] != path[position]:
+                    self.doubt(block_id)
+                    cells[offset] = path[position]
+                first = index * self.block_size
+                whole = path[first : first + self.block_size]
+                if resident and offset == self.block_size - 1 and cells == whole:
+                    self.resident.setdefault(whole[-1], {})[block_id] = self.num_handed_out
+                    self.ends[block_id] = whole[-1]
 
     def copy(self, src: int, dst: int) -> None:
         """Copy all that a block holds."""
@@ -170,11 +204,11 @@ class Memory:
         self.ends.clear()
 
     def release(
-        self, table: Sequence[int], held: Collection[int], *, was_used: bool = True
+        self, blocks: Sequence[int], held: Collection[int], *, was_used: bool = True
     ) -> None:
         """Record the release of those blocks of a table that have no holder any more."""
         self.clock += 1
-        for position, block_id in enumerate(table):
+        for position, block_id in enumerate(blocks):
             if block_id not in held:
                 self.released[block_id] = (self.clock, -position)
                 if was_used or block_id not in self.used:
@@ -184,26 +218,38 @@ class Memory:
         """Return the resident blocks that hold the block `index` of a path."""
         return self.resident.get(path[(index + 1) * self.block_size - 1], {})
 
-    def expected(self, path: Sequence[int], *, at_once: bool) -> int:
-        """Return how many tokens of a path ought to hit, all but the last token at most.
+    def first_seen(self, group: int, position: int) -> int:
+        """Return the first position that a query at `position` sees in a layer group."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def expected(self, paths: Sequence[Sequence[int]], *, at_once: bool) -> int:
+        """Return how many tokens ought to hit in all layer groups, all but the last at most.
 
         With `at_once`, only blocks count since whose commit nothing was handed out.
         """
-        whole = (len(path) - 1) // self.block_size
-        for index in range(whole):
-            found = self.copies(path, index).values()
-            if not any(stamp == self.num_handed_out or not at_once for stamp in found):
-                return index * self.block_size
-        return whole * self.block_size
-
-    def wrong_at(self, request: Request, stop: int) -> int | None:
-        """Return the first position before `stop` behind which another prefix stands."""
         size = self.block_size
-        for first in range(0, stop, size):
-            last = min(first + size, stop)
-            cells = self.places.get(request.told[first // size])
-            wanted = request.path[first:last]
-            if cells is None or cells[: last - first] != wanted:
-                had = cells or [None] * size
-                return next(first + i for i, node in enumerate(wanted) if had[i] != node)
+        for count in range((len(paths[0]) - 1) // size, 0, -1):
+            if all(
+                any(
+                    stamp == self.num_handed_out or not at_once
+                    for stamp in self.copies(path, index).values()
+                )
+                for group, path in enumerate(paths)
+                for index in range(self.first_seen(group, count * size) // size, count)
+            ):
+                return count * size
+        return 0
+
+    def wrong_at(self, request: Request, stop: int) -> tuple[int, int] | None:
+        """Return a group and a position where a query at `stop` sees another prefix, or None."""
+        size = self.block_size
+        for group, (path, table) in enumerate(zip(request.paths, request.tables, strict=True)):
+            seen = self.first_seen(group, stop)
+            for index in range(seen // size, -(-stop // size)):
+                start, end = max(index * size, seen), min((index + 1) * size, stop)
+                cells = self.places.get(table[index], []) if index < len(table) else []
+                if cells[start - index * size : end - index * size] != path[start:end]:
+                    had = dict(enumerate(cells, index * size))
+                    return group, next(p for p in range(start, end) if had.get(p) != path[p])
         return None

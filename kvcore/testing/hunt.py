@@ -1,8 +1,8 @@
 """A search for failures, round by round, with a budget of time, and what it found.
 
 A round runs each machine once, with a seed of its own; the same seed and the same number of rounds
-find the same. What is found is shortened, drawn, and known from then on, so that the search goes on
-behind it.
+find the same. A failure is shortened, drawn, and known from then on, so that the search continues
+past it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def hunt(
         profile: how much a round does, one of `PROFILES`.
         seconds: begin no machine after that many seconds, but run each once.
         seed: of the first round; the next one has the next.
-        known: failures to go on behind, by key ("P9: begin") or by what goes wrong ("P9").
-        go_on: whether to go on behind what is found; else a machine that found something is done.
+        known: failures to continue past, by key ("P9: begin") or by what goes wrong ("P9").
+        go_on: whether to continue past a failure; else a machine that has found one is done.
 
     Raises:
         AdapterError: an adapter lacks a verb, or returns something of another kind.

@@ -1,4 +1,4 @@
-"""What all machines share: a fresh allocator, and the life of a request in a few calls."""
+"""The base of all machines: a fresh allocator, and the life of a request in a few calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PICK = st.integers(0, 5)
 
 
 def drawn_prompts(max_blocks: int = 4, num_branches: int = 3) -> st.SearchStrategy[list[int]]:
-    """Return prompts for whatever block size the running machine has drawn."""
+    """Return prompts for the block size that the running machine has drawn."""
     return st.runner().flatmap(
         lambda machine: prompts(machine.block_size, max_blocks, num_branches)
     )
@@ -43,7 +43,7 @@ def is_known(error: BrokenError, known: Iterable[str]) -> bool:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """What all machines share: a fresh allocator, and the life of a request in one or more calls.
+    """The base of all machines: a fresh allocator, and the life of a request in a few calls.
 
     Attributes:
         make_allocator: makes the adapter under test.
@@ -68,7 +68,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def start(self, num_blocks: int, block_size: int) -> None:
         """Make a fresh allocator."""
         self.block_size = block_size
-        self.driver = self.new_driver()
+        self.driver = Driver(self.make_allocator(), self.seen, self.waive)
         self.promises = self.driver.promises
         self.ended: list[Request] = []
         self.past: list[list[int]] = []
@@ -79,21 +79,17 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(any_live)
     @rule(number=PICK)
     def leaves(self, number: int) -> None:
-        """The end of one, in whatever state it is; others that share its blocks keep them."""
+        """One request ends in any state; others that share its blocks keep them."""
         self.end(self.pick(number))
 
     @precondition(any_live)
     @rule()
     def all_leave(self) -> None:
-        """Rest: `Driver.agree` wants every block free."""
+        """All end: `Driver.agree` wants every block free."""
         self.end_all()
 
-    def new_driver(self) -> Driver:
-        """Return a driver of a fresh allocator."""
-        return Driver(self.make_allocator(), self.seen, self.waive)
-
     def waive(self, error: BrokenError) -> None:
-        """End this example, and let it count for nothing, if what went wrong is known."""
+        """Discard this example if its failure is known."""
         if is_known(error, self.known):
             self.waived[error.key] += 1
             reject()
@@ -103,7 +99,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         return self.driver.live[number % len(self.driver.live)]
 
     def arrive(self, tokens: list[int], tenant: str = "", chunk: int = 0) -> Request | None:
-        """Begin a request and run its first step; without space it leaves, and so does another."""
+        """Begin a request and run its first step; without space it ends, and so does another."""
         request = self.driver.begin(tokens, tenant)
         left = len(tokens) - request.computed
         if not self.step(request, min(chunk or left, left)):
@@ -128,7 +124,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         count = min(num_tokens, left) if Promise.CHUNK in self.promises else left
         if not count:
             return True
-        room = len(request.told) * self.block_size - request.computed if request.told else 0
+        room = self.driver.room(request) if request.blocks else 0
         asks = Promise.CHUNK in self.promises or room < count
         if asks and not self.driver.reserve(request, count):
             return False
@@ -136,17 +132,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         return True
 
     def end(self, request: Request) -> None:
-        """Finish a request; its tokens may come back."""
+        """Finish a request; its tokens may be sent again."""
         self.driver.finish(request)
         self.ended = [*self.ended[-5:], request]
         self.remember(request)
 
     def remember(self, request: Request) -> None:
-        """Let the tokens that a request has now come back one day."""
+        """Remember the tokens of a request, to send them again."""
         self.past = [*self.past[-5:], [*request.tokens]]
 
     def decode(self, request: Request, token: int) -> None:
-        """Compute what is left of a request, then one sampled token; without space it stays."""
+        """Compute the rest of a request, then one sampled token; without space it stays."""
         if len(request.tokens) < 5 * self.block_size + 9 and self.step(request, 10**9):
             self.driver.append(request, token)
             self.step(request, 1)

@@ -1,4 +1,4 @@
-"""State machines over an adapter: what is called, and when. `Driver` knows what must come of it.
+"""State machines over an adapter: which calls are made, and when. `Driver` checks the results.
 
 `RequestMachine` takes requests through every state and out of every state; `BranchMachine` lets
 them draft, take back and fork; `ChurnMachine` fills a tiny pool and keeps evicting; `TenantMachine`
@@ -9,14 +9,12 @@ attention over one pool. What is not promised is left out.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvcore.testing.driver import Driver
 from kvcore.testing.ghost import Request
-from kvcore.testing.group_driver import GroupDriver
 from kvcore.testing.machine import PICK, AllocatorMachine, any_live, drawn_prompts, promised
 from kvcore.testing.protocol import Promise
 from kvcore.testing.strategies import TENANTS
@@ -26,7 +24,7 @@ EDITED = 3
 
 
 class ComputingMachine(AllocatorMachine):
-    """What machines share whose requests are computed in parts, and decode for a while.
+    """Base of the machines whose requests are computed in parts and decode for a while.
 
     Attributes:
         longest_decoding: the most tokens at once.
@@ -68,7 +66,7 @@ class RequestMachine(ComputingMachine):
     @precondition(promised(Promise.HOLD))
     @rule(prompt=drawn_prompts())
     def is_looked_up(self, prompt: list[int]) -> None:
-        """A request that waits between look-up and use, for as long as it may."""
+        """A request that waits between look-up and first step."""
         self.driver.begin(prompt)
 
     @precondition(promised(Promise.CHUNK, Promise.COMMIT))
@@ -77,7 +75,7 @@ class RequestMachine(ComputingMachine):
     def reserves(self, number: int, count: int) -> None:
         """Room, perhaps more than it has tokens for, and nothing written yet."""
         request = self.pick(number)
-        if request.told or Promise.HOLD in self.promises:
+        if request.blocks or Promise.HOLD in self.promises:
             self.driver.reserve(request, count)
 
     @precondition(promised(Promise.COMMIT))
@@ -87,9 +85,9 @@ class RequestMachine(ComputingMachine):
     def commits(self, number: int, count: int) -> None:
         """Some of what there is room for."""
         request = self.pick(number)
-        room = min(len(request.told) * self.block_size, len(request.tokens)) - request.computed
-        if min(count, room) > 0:
-            self.driver.commit(request, min(count, room))
+        count = min(count, self.driver.room(request), len(request.tokens) - request.computed)
+        if count > 0:
+            self.driver.commit(request, count)
 
     @precondition(promised(Promise.COMMIT, Promise.PARTS))
     @rule(prompt=drawn_prompts(), count=st.integers(1, 9))
@@ -105,7 +103,7 @@ class RequestMachine(ComputingMachine):
     @precondition(promised(Promise.COMMIT))
     @rule(prompt=drawn_prompts())
     def is_given_up(self, prompt: list[int]) -> None:
-        """Its step is scheduled and never runs: who sends the same finds nothing of it."""
+        """Its step is scheduled and never runs: the same prompt sent again hits nothing of it."""
         request = self.driver.begin(prompt)
         left = len(prompt) - request.computed
         self.driver.reserve(request, left)
@@ -116,9 +114,9 @@ class RequestMachine(ComputingMachine):
     @precondition(any_live)
     @rule(number=PICK, prompt=drawn_prompts(max_blocks=2), ends=st.integers(0, 2))
     def is_leased(self, number: int, prompt: list[int], ends: int) -> None:
-        """Its step or its transfer is in flight, whatever becomes of it and who comes meanwhile."""
+        """Its step or its transfer is in flight while it may end and another request begins."""
         request = self.pick(number)
-        if not request.told:
+        if not request.blocks:
             return
         lease = self.driver.lease(request)
         self.leases = [*self.leases[-5:], lease]
@@ -131,7 +129,7 @@ class RequestMachine(ComputingMachine):
     @precondition(lambda self: self.leases)
     @rule(number=PICK)
     def arrives_at_last(self, number: int) -> None:
-        """The transfer has ended, perhaps for the second time."""
+        """A transfer ends, perhaps for the second time."""
         self.driver.end_lease(self.leases[number % len(self.leases)])
 
     @precondition(promised(Promise.SWAP, Promise.COMMIT))
@@ -141,7 +139,7 @@ class RequestMachine(ComputingMachine):
         """Its KV moves to the host, another takes its place, and perhaps it moves back at once."""
         request = self.pick(number)
         self.step(request, 10**9)
-        if request.told and request.computed and not request.unknown:
+        if request.blocks and request.computed and not request.unknown:
             self.driver.swap_out(request)
             other = self.arrive(prompt)
             if soon and other:
@@ -169,7 +167,7 @@ class RequestMachine(ComputingMachine):
     @precondition(any_live)
     @rule(number=PICK)
     def is_preempted(self, number: int) -> None:
-        """It gives everything back, and comes again with all its tokens."""
+        """It frees all its blocks and is sent again with all its tokens."""
         request = self.pick(number)
         self.end(request)
         self.arrive([*request.tokens])
@@ -198,8 +196,7 @@ class RequestMachine(ComputingMachine):
         """A negative number, or more committed than there is room for."""
         request = self.pick(number)
         if call == "beyond":
-            room = len(request.told) * self.block_size - request.computed
-            self.driver.misuse("commit", request, room + 1)
+            self.driver.misuse("commit", request, self.driver.room(request) + 1)
         else:
             self.driver.misuse(call, request, -1)
 
@@ -226,11 +223,11 @@ class BranchMachine(ComputingMachine):
             self.driver.commit(request, min(accepted, drafts))
         self.driver.truncate(request, request.computed)
 
-    @precondition(promised(Promise.CHUNK, Promise.COMMIT, Promise.TELL))
+    @precondition(promised(Promise.CHUNK, Promise.COMMIT, Promise.RESOLVE))
     @precondition(any_live)
     @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 6), lag=st.integers(0, 3))
     def runs_ahead(self, number: int, token: int, count: int, lag: int) -> None:
-        """Steps are sent before the tokens of the last are read; the last ones are cut, or told.
+        """Steps are sent before the tokens of the last are read; those are then cut, or resolved.
 
         Meanwhile another request asks for the ids that an allocator may have put in their place.
         """
@@ -240,7 +237,7 @@ class BranchMachine(ComputingMachine):
         for _ in range(count):
             self.driver.expect(request, token)
             if request.unknown > lag:
-                self.driver.tell(request)
+                self.driver.resolve(request)
             if self.driver.reserve(request, len(request.tokens) - request.computed):
                 self.driver.commit(request, len(request.tokens) - request.computed)
         known = len(request.tokens) - request.unknown
@@ -250,21 +247,21 @@ class BranchMachine(ComputingMachine):
             self.arrive([*request.tokens, 1])
 
     def settle(self, request: Request, lag: int) -> None:
-        """Let nothing of a request be expected any more; what is told then is out of order."""
+        """Leave no token of a request unknown; what is resolved after that is out of order."""
         while request.unknown and (lag < 3 or Promise.TRUNCATE not in self.promises):
-            self.driver.tell(request)
+            self.driver.resolve(request)
         if request.unknown:
             self.driver.truncate(request, len(request.tokens) - request.unknown)
         if Promise.STRICT in self.promises:
-            self.driver.misuse("tell", request, 0)
+            self.driver.misuse("resolve", request, 0)
 
     @precondition(promised(Promise.TRUNCATE))
     @precondition(any_live)
     @rule(number=PICK, back=st.integers(0, 1), edge=st.integers(-1, 1), count=st.integers(1, 6))
     def is_edited(self, number: int, back: int, edge: int, count: int) -> None:
-        """A turn is taken back and goes on differently; who sends the old one gets the old one."""
+        """A turn is cut and continues differently; the old turn sent again hits the old content."""
         request = self.pick(number)
-        if not request.told or not self.step(request, 10**9):
+        if not request.blocks or not self.step(request, 10**9):
             return
         before = [*request.tokens]
         keep = (len(before) // self.block_size - back) * self.block_size + edge
@@ -277,7 +274,7 @@ class BranchMachine(ComputingMachine):
     @precondition(any_live)
     @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 3))
     def forks(self, number: int, token: int, count: int) -> None:
-        """A beam splits off and goes its own way; the other must not notice."""
+        """A beam forks and decodes on its own, without an effect on the other."""
         request = self.pick(number)
         child = self.driver.fork(request) if request.computed else None
         for _ in range(count if child else 0):
@@ -309,7 +306,7 @@ class ChurnMachine(AllocatorMachine):
 
     @rule(prompt=drawn_prompts(max_blocks=2, num_branches=5))
     def twins_stay(self, prompt: list[int]) -> None:
-        """Two copies of one content; whichever is evicted first, the other is found."""
+        """Two copies of one content; after either is evicted, the other still hits."""
         self.arrive_twins(prompt)
 
     @precondition(lambda self: self.past)
@@ -347,7 +344,7 @@ class TenantMachine(AllocatorMachine):
         chunk=st.integers(0, 4),
     )
     def stays(self, prompt: list[int], whose: int, chunk: int) -> None:
-        """A request that is still there when others come, or when everything is reset."""
+        """A request that is still live when others begin, or at a reset."""
         self.arrive(prompt, self.tenant(whose), chunk)
 
     @precondition(promised(Promise.ITEMS))
@@ -384,7 +381,7 @@ class TenantMachine(AllocatorMachine):
     @precondition(promised(Promise.RESET))
     @rule(prompt=drawn_prompts(max_blocks=2, num_branches=2), chunk=st.integers(0, 4))
     def outlives_a_reset(self, prompt: list[int], chunk: int) -> None:
-        """What it computes afterwards is built on old KV: who sends the same must not hit it."""
+        """Its later tokens are computed from old KV: the same prompt sent again must not hit."""
         request = self.arrive(prompt, chunk=chunk)
         if request is not None:
             self.driver.reset()
@@ -399,10 +396,6 @@ class GroupMachine(ComputingMachine):
     pool_sizes = (4, 24)
     longest_decoding = 6  # the window moves on
 
-    def new_driver(self) -> Driver:
-        """Return a driver that knows of groups; the calls that are made here are the same."""
-        return cast("Driver", GroupDriver(self.make_allocator(), self.seen, self.waive))
-
     @rule(prompt=drawn_prompts(max_blocks=5), chunk=st.integers(0, 9))
     def arrives(self, prompt: list[int], chunk: int) -> None:
         """A request, prefilled whole or in part."""
@@ -411,7 +404,7 @@ class GroupMachine(ComputingMachine):
     @precondition(promised(Promise.COMMIT))
     @rule(prompt=drawn_prompts())
     def is_given_up(self, prompt: list[int]) -> None:
-        """Its step is scheduled and never runs: who sends the same finds nothing of it."""
+        """Its step is scheduled and never runs: the same prompt sent again hits nothing of it."""
         request = self.driver.begin(prompt)
         self.driver.reserve(request, len(prompt) - request.computed)
         self.end(request)
@@ -426,7 +419,7 @@ class GroupMachine(ComputingMachine):
 
 
 MACHINES = (RequestMachine, BranchMachine, ChurnMachine, TenantMachine)
-"""All of them for one kind of attention."""
+"""All machines for one kind of attention."""
 
 
 def machines_for(promises: Collection[Promise]) -> tuple[type[AllocatorMachine], ...]:

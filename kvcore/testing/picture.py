@@ -1,4 +1,4 @@
-"""A picture of the pool in text: which block holds what, and whose it is."""
+"""A picture of the pool in text: the content and the holders of each block."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ def picture(memory: Memory, prefixes: Prefixes, watch: Watch, live: Iterable[Req
     """Return one line: the blocks that were ever handed out, and how many are free.
 
     `3:ab[0 1]*` is block 3, in the tables of a and b, with the KV of tokens 0 and 1; the star says
-    that it can be hit, `.` that nothing was written there, `-` that it has no holder.
+    that it can be hit, `.` that nothing was written there, `-` that it has no holder. `a'` is the
+    second layer group of a.
     """
     holders: dict[int, list[str]] = {}
     for request in live:
-        for block_id in request.told:
-            holders.setdefault(block_id, []).append(request.name)
+        for group, table in enumerate(request.tables):
+            for block_id in watch.usable.intersection(table):
+                holders.setdefault(block_id, []).append(request.name + "'" * group)
     for lease in watch.leases:
         for block_id in lease.blocks:
             holders.setdefault(block_id, []).append(f"({lease.name})")

@@ -1,10 +1,10 @@
-"""What an allocator must offer to be tested, and what it may promise.
+"""The verbs that an allocator must have to be tested, and what it may promise.
 
 An adapter maps the eight verbs of `Allocator` to the calls that an engine makes for the same
 purpose, in the same order. What not every allocator does is a `Promise`: the machines use only what
 is promised, and check all of it. One call is made without a promise: a second `finish` of a request
-may be accepted or refused, but must change nothing. Nothing of an allocator's insides is ever asked
-for.
+may be accepted or refused, but must change nothing. The machines never read an allocator's internal
+state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final, Protocol, TypeVar
 
 R = TypeVar("R")
-"""Whatever the adapter uses for a request; the machines never look inside."""
+"""The type that the adapter uses for a request; the machines never look inside."""
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -22,7 +22,7 @@ R_contra = TypeVar("R_contra", contravariant=True)
 
 
 class Promise(Enum):
-    """What an allocator may promise beyond the eight verbs; its value is the promise in words."""
+    """What an allocator may promise beyond the eight verbs; the value describes the promise."""
 
     HOLD = "what `begin` found stays held: anything may happen before `reserve`"
     CHUNK = "`reserve` takes any number of tokens, not only all that are left"
@@ -32,15 +32,16 @@ class Promise(Enum):
     REUSE = "a committed prompt that is sent again at once hits all its whole blocks"
     KEEP = "a committed block hits until it is handed out again; each of several copies does"
     LRU = "blocks that hold content are reused least recently released first, the tail before it"
-    TENANTS = "`begin` is given whose request it is, and tenants share nothing"
+    TENANTS = "`begin` is given the tenant of a request, and tenants share nothing"
     TRUNCATE = "there is `truncate`"
     FORK = "there is `fork`"
     RESET = "there is `reset`"
-    TELL = "there are `expect` and `tell`: tokens become known later, and are hit only after that"
+    RESOLVE = "there are `expect` and `resolve`: tokens become known later, and hit only after that"
+    TELL = RESOLVE  # deprecated
     PARTS = "`commit` takes any part of what there is room for, where `reserve` took all at once"
     ITEMS = "there is `begin_with`: items (images, say) are part of what the blocks hold"
     LEASE = "there are `lease` and `end_lease`: no leased block is handed out before the end"
-    EVENTS = "there are `take_events` and `names`: what was told folds to what can be hit"
+    EVENTS = "there are `take_events` and `block_hashes`: the events fold to what can be hit"
     SWAP = "there are `swap_out` and `swap_in`: a request's KV moves to the host and back"
     GROUPS = "there are `windows` and `block_tables`: several kinds of attention over one pool"
 
@@ -48,12 +49,26 @@ class Promise(Enum):
 EVERYTHING: Final = frozenset(Promise) - {Promise.GROUPS}
 """All that an allocator of one layer group can promise."""
 
+WITH_GROUPS: Final = frozenset(
+    {
+        Promise.GROUPS,
+        Promise.HOLD,
+        Promise.CHUNK,
+        Promise.COMMIT,
+        Promise.PARTS,
+        Promise.REUSE,
+        Promise.KEEP,
+        Promise.TENANTS,
+    }
+)
+"""The promises that are tested where GROUPS is one of them."""
+
 
 class Allocator(Protocol[R]):
     """The verbs of a paged KV-cache allocator. Called single-threaded.
 
     Attributes:
-        promises: what it promises, and is held to.
+        promises: its promises, which are checked.
     """
 
     promises: Collection[Promise]
@@ -72,30 +87,31 @@ class Allocator(Protocol[R]):
         the first `reserve` follows at once.
 
         Returns:
-            The request, and how many of its tokens are cached: never all of them.
+            The request, and the number of its tokens that are cached: never all of them.
         """
 
     def reserve(self, request: R, num_tokens: int) -> Sequence[int] | None:
         """Make room for the next tokens after those that are computed or cached.
 
         Returns:
-            The new ids at the end of its block table, hits not among them; None: no space.
+            The new ids at the end of its block table, hits not among them; with GROUPS anything
+            but None; None: no space.
         """
 
     def commit(self, request: R, num_tokens: int) -> None:
         """State that the KV of the next tokens is written. Without COMMIT it may do nothing."""
 
     def append(self, request: R, token: int) -> None:
-        """Let a sampled token join the end; its KV is not computed yet."""
+        """Add a sampled token to the end; its KV is not computed yet."""
 
     def finish(self, request: R) -> None:
-        """End a request in whatever state it is: finished, aborted or preempted."""
+        """End a request in any state: finished, aborted or preempted."""
 
     def block_table(self, request: R) -> Sequence[int]:
         """Return the block ids of a live request, in order; changes nothing."""
 
     def num_free_blocks(self) -> int:
-        """Return how many blocks `reserve` could take now, cached ones included."""
+        """Return the number of blocks that `reserve` could take now, cached ones included."""
 
 
 class Truncates(Protocol[R_contra]):
@@ -105,7 +121,7 @@ class Truncates(Protocol[R_contra]):
         """Keep the first `num_tokens` tokens: rejected drafts leave, or a turn is taken back.
 
         Returns:
-            How many tokens are computed now; an allocator may have to compute some again.
+            The number of computed tokens now; some may have to be computed again.
         """
 
 
@@ -132,14 +148,14 @@ class Resets(Protocol):
         """
 
 
-class Tells(Protocol[R_contra]):
-    """What TELL promises: an engine may send a step before it has read the tokens of the last."""
+class Resolves(Protocol[R_contra]):
+    """What RESOLVE promises: a step may be sent before the tokens of the last one are read."""
 
     def expect(self, request: R_contra, num_tokens: int) -> None:
-        """Let tokens join the end whose ids are told later; they can get room and be committed."""
+        """Add unknown tokens to the end; they can get room and be committed."""
 
-    def tell(self, request: R_contra, token: int) -> None:
-        """Say which token the first expected one is. With STRICT it refuses where none is."""
+    def resolve(self, request: R_contra, token: int) -> None:
+        """Make the first unknown token known. With STRICT it refuses where none is unknown."""
 
 
 Item = tuple[str, int, int]
@@ -159,31 +175,31 @@ class Leases(Protocol[R_contra]):
     """What LEASE promises: a step or a transfer in flight still needs a request's blocks."""
 
     def lease(self, request: R_contra) -> object:
-        """Hold all blocks that the request's table names now, whatever becomes of it."""
+        """Hold all blocks in the request's table, even after the request has ended."""
 
     def end_lease(self, lease: object) -> object:
-        """Let go of them. A second end of one lease may raise or not, and changes nothing."""
+        """Release them. A second end of one lease may raise or not, and changes nothing."""
 
 
-class TellsEvents(Protocol):
+class RecordsEvents(Protocol):
     """What EVENTS promises. Not asked for requests with items."""
 
     def take_events(self) -> Sequence[tuple[str, object]]:
         """Return what has happened since the last call, oldest first.
 
-        Each is ("stored", name of a block), ("removed", name) or ("cleared", None); a name is
-        anything that can be in a set, and says the block's whole prefix and tenant.
+        Each is ("stored", block hash), ("removed", block hash) or ("cleared", None); a block hash
+        is anything that can be in a set, and identifies the block's whole prefix and tenant.
         """
 
-    def names(self, tokens: Sequence[int], tenant: str) -> Sequence[object]:
-        """Return the names that the whole blocks of a prompt have, whether cached or not."""
+    def block_hashes(self, tokens: Sequence[int], tenant: str) -> Sequence[object]:
+        """Return the hashes of the whole blocks of a prompt, whether cached or not."""
 
 
 class Swaps(Protocol[R_contra]):
     """What SWAP promises."""
 
     def swap_out(self, request: R_contra) -> Sequence[int]:
-        """Give up all blocks of a request, which stays.
+        """Free all blocks of a request, which stays open.
 
         Returns:
             Which to copy out before they are reused: all that hold computed tokens, in order.
@@ -225,10 +241,12 @@ OPTIONAL_VERBS: Final = {
     Promise.TRUNCATE: ("truncate",),
     Promise.FORK: ("fork",),
     Promise.RESET: ("reset",),
-    Promise.TELL: ("expect", "tell"),
+    Promise.RESOLVE: ("expect", "resolve"),
     Promise.ITEMS: ("begin_with",),
     Promise.LEASE: ("lease", "end_lease"),
-    Promise.EVENTS: ("take_events", "names"),
+    Promise.EVENTS: ("take_events", "block_hashes"),
     Promise.SWAP: ("swap_out", "swap_in"),
     Promise.GROUPS: ("block_tables",),
 }
+OLD_NAMES: Final = {"resolve": "tell", "block_hashes": "names"}
+"""Deprecated names of verbs, which an adapter may still have."""

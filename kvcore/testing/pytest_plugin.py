@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--kvcore", action="append", default=[], metavar="MODULE:FACTORY", help="an adapter")
     add("--kvcore-profile", choices=PROFILES, default="default", help="how much is searched")
     add("--kvcore-seed", type=int, default=0, help="where the search begins")
-    add("--kvcore-known", action="append", default=[], metavar="KEY", help="go on behind")
+    add("--kvcore-known", action="append", default=[], metavar="KEY", help="continue past it")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,11 +82,11 @@ class MachineItem(pytest.Item):
             raise BrokenError(finding.message, finding.drawn)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:  # type: ignore[override]
-        """Show the program alone: the way there is of no interest."""
+        """Show the program alone, without the traceback."""
         if isinstance(excinfo.value, BrokenError):
             return str(excinfo.value)
         return str(super().repr_failure(excinfo))
 
     def reportinfo(self) -> tuple[str, int | None, str]:
-        """Say where the test is from."""
+        """Return the origin of the test."""
         return "kvcore.testing", None, self.name

@@ -34,7 +34,7 @@ def check_allocator(
 
     Args:
         make_allocator: makes an adapter, such as its class; called once for every example.
-        machines: which of them; None: all that fit what is promised.
+        machines: which of them; None: all that fit the promises.
         block_sizes: what `start` may be called with, the simplest first.
         settings: how long to search, and so on; None: the Hypothesis profile that is loaded.
         seed: where the search begins; None: as the settings say.
@@ -71,7 +71,7 @@ def _search(
     seed: int | None,
     left_out: Collection[hypothesis.Phase],
 ) -> BrokenError | None:
-    """Run a machine; return what it finds, made shorter, or None. Raises what is no finding."""
+    """Run a machine; return the shortened failure, or None. Raises any other exception."""
     chosen = hypothesis.settings(
         settings,
         # To explain a failure by lines of ours would take longer than to find it.

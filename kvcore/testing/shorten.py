@@ -12,7 +12,6 @@ from typing import cast
 from kvcore.testing.driver import Driver
 from kvcore.testing.errors import BrokenError, PropertyError, Step
 from kvcore.testing.ghost import Lease, Request
-from kvcore.testing.group_driver import GroupDriver, make_driver
 from kvcore.testing.protocol import Item, Promise
 
 Steps = tuple[Step, ...]
@@ -46,7 +45,7 @@ def replay(
 
     With `draw` a picture of the pool stands in the program after every call.
     """
-    taken = _Replay(make_driver(make_allocator(), draw=draw))
+    taken = _Replay(Driver(make_allocator(), draw=draw))
     try:
         for index, step in enumerate(steps):
             taken.take(step, steps[index + 1] if index + 1 < len(steps) else None)
@@ -65,7 +64,7 @@ def is_same(one: BrokenError, other: BrokenError) -> bool:
 
 
 def _shorter(steps: Steps) -> Iterator[Steps]:
-    """Yield what is left without a request, some steps, a token, a block."""
+    """Yield the steps without a request, without some steps, a token or a block."""
     for who in dict.fromkeys([step.who for step in steps[1:]]):
         yield tuple([step for step in steps if step.who != who])
     for length in (4, 3, 2, 1):
@@ -101,7 +100,7 @@ class _Replay:
         driver: a fresh one.
     """
 
-    def __init__(self, driver: Driver | GroupDriver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.requests: dict[str, Request] = {}
         self.leases: dict[str, Lease] = {}
@@ -115,8 +114,6 @@ class _Replay:
             held = Promise.HOLD in driver.promises
             _need(held or _is_about(step.who, {"reserve", "finish"}, after))
             self.requests[step.who] = driver.begin(*cast("_Begin", step.arguments))
-        elif isinstance(driver, GroupDriver):
-            self._take_live(driver, step, after)
         elif step.verb == "fork":
             parent = self._live(cast("str", step.arguments[0]))
             _need(parent.computed > 0)
@@ -139,7 +136,7 @@ class _Replay:
         name = cast("str", step.arguments[0])
         if step.verb == "lease":
             request = self._live(step.who)
-            _need(bool(request.told))
+            _need(bool(request.blocks))
             self.leases[name] = driver.lease(request)
         else:
             _need(name in self.leases)
@@ -157,19 +154,17 @@ class _Replay:
             _need(step.verb == "finish")
             driver.finish(request)
 
-    def _take_live(self, driver: Driver | GroupDriver, step: Step, after: Step | None) -> None:
+    def _take_live(self, driver: Driver, step: Step, after: Step | None) -> None:
         request = self._live(step.who)
         number = cast("int", step.arguments[0]) if step.arguments else 0
-        left = len(request.tokens) - request.computed
+        left, room = len(request.tokens) - request.computed, driver.room(request)
         if step.verb == "reserve":
-            room = len(request.told) * driver.block_size - request.computed
             _need(number == left or Promise.CHUNK in driver.promises)
-            _need(number > 0 or bool(request.told) or Promise.HOLD in driver.promises)
-            _need(Promise.CHUNK in driver.promises or not request.told or room < left)
+            _need(number > 0 or bool(request.blocks) or Promise.HOLD in driver.promises)
+            _need(Promise.CHUNK in driver.promises or not request.blocks or room < left)
             if driver.reserve(request, number):
                 _need(Promise.COMMIT in driver.promises or _is_about(step.who, {"commit"}, after))
         elif step.verb == "commit":
-            room = len(request.told) * driver.block_size - request.computed
             _need(0 < number <= min(left, room))
             _need(number == left or not driver.promises.isdisjoint({Promise.CHUNK, Promise.PARTS}))
             driver.commit(request, number)
@@ -179,8 +174,7 @@ class _Replay:
         elif step.verb == "finish":
             driver.finish(request)
         else:
-            _need(isinstance(driver, Driver))
-            self._take_change(cast("Driver", driver), request, step.verb, number)
+            self._take_change(driver, request, step.verb, number)
 
     @staticmethod
     def _take_change(driver: Driver, request: Request, verb: str, number: int) -> None:
@@ -189,11 +183,11 @@ class _Replay:
             driver.truncate(request, number)
         elif verb == "expect":
             driver.expect(request, number)
-        elif verb == "tell":
+        elif verb == "resolve":
             _need(request.unknown > 0)
-            driver.tell(request)
+            driver.resolve(request)
         else:
-            _need(bool(request.told) and request.computed > 0)
+            _need(bool(request.blocks) and request.computed > 0)
             driver.swap_out(request)
 
     def _live(self, name: str) -> Request:

@@ -1,4 +1,4 @@
-"""What requests are made of: lengths at the edges of blocks, prompts that share prefixes, tenants.
+"""Contents of requests: lengths at the edges of blocks, prompts that share prefixes, tenants.
 
 Small alphabets on purpose: whole, half and missed hits must all be common, and blocks of equal
 tokens must occur behind different prefixes.

@@ -120,7 +120,7 @@ class Scheduled:
 
 
 class Unguarded(Scheduled):
-    """Whoever releases a request twice is believed."""
+    """A second release of a request is accepted."""
 
     def finish(self, request):
         self.release(request)

@@ -102,7 +102,7 @@ class GivesUp(Scheduled):
 
 
 class Indexed(Scheduled):
-    """Somebody follows its events, and expects to know what hits."""
+    """Its events are followed to know what hits."""
 
     promises = Scheduled.promises | {Promise.EVENTS}
 
@@ -116,7 +116,7 @@ class Indexed(Scheduled):
                 told += [(kind, name) for name in event.block_hashes]
         return told
 
-    def names(self, tokens, tenant):
+    def block_hashes(self, tokens, tenant):
         request = Request(
             "asked", list(tokens), PARAMS, None, block_hasher=self.hasher, **self.whose(tenant)
         )

@@ -75,7 +75,7 @@ ROWS = {
     ),
     13: Row("an abort between look-up and allocation keeps the look-up's locks", "vLLM #44100"),
     14: Row(
-        "a look-up pins what it finds, and nobody comes to fetch it: pinned for ever",
+        "a look-up pins what it finds, and it is never fetched: pinned for ever",
         "LMCache #1034",
     ),
     15: Row(
@@ -92,7 +92,7 @@ ROWS = {
         "sglang-jax PR #1000, #984",
     ),
     19: Row(
-        "a sequence is removed before its blocks are noted: nobody knows them any more",
+        "a sequence is removed before its blocks are noted: they are lost",
         "TensorRT-LLM #12933, PR #15018",
     ),
     20: Row("finished requests keep their references, so nothing can be evicted", "vmlx PR #68"),
@@ -176,7 +176,7 @@ ROWS = {
         "kvcached #446, PR #451",
     ),
     45: Row(
-        "keys differ from process to process: never a hit, and nobody notices",
+        "keys differ from process to process: never a hit, without an error",
         "LMCache #2979, #1139; vLLM PR #51875; DingoCache PR #77",
         (
             f"{HASHING}names_and_ids_are_the_same_in_a_process_with_another_hash_seed",
@@ -240,7 +240,7 @@ ROWS = {
         "vLLM #55600, PR #55601, #53142",
     ),
     67: Row(
-        "a batch is rejected, and its prefix can be hit although nobody computed it",
+        "a batch is rejected, and its prefix can be hit although it was not computed",
         "TGI PR #2489",
     ),
     68: Row("a block that is only scheduled is hit in the same step", "vLLM PR #29387"),
@@ -320,7 +320,7 @@ ROWS = {
         "vLLM #9744, PR #12284; SkyRL PR #1824; NeMo-RL PR #4018; lmdeploy #4917; vllm-omni #6739",
     ),
     93: Row("a reset keeps the scrambled order of the free blocks", "vLLM #40244"),
-    94: Row("the cache resets itself when nobody asked", "vLLM PR #46125, #45093"),
+    94: Row("the cache resets itself without a request to", "vLLM PR #46125, #45093"),
     95: Row("the head of a prompt is reused before its tail", "vLLM #42948, PR #42985"),
     96: Row(
         "each pass of finding a common prefix drops a block: never a hit",
@@ -339,7 +339,7 @@ ROWS = {
         ),
     ),
     99: Row(
-        "a request is admitted when its first chunk fits, and everybody preempts everybody",
+        "a request is admitted when its first chunk fits, and all requests preempt each other",
         "vLLM #25538, PR #37307",
     ),
     100: Row(

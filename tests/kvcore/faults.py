@@ -3,7 +3,7 @@
 A `Faults` object stands between kvcore and all that may raise: every call of one of its functions,
 every call that it makes into xxhash, hashlib, struct and array, every growth of a container that
 outlives a call, and every look at what the caller passed in. Armed with k, the k-th of these raises
-an `InjectedError`, once. Whoever counts k up until a verb comes through has tried all.
+an `InjectedError`, once. Counting k up until a verb succeeds tries all of them.
 """
 
 import functools
@@ -74,7 +74,7 @@ class Faults:
         self.places = Counter()
 
     def point(self, place):
-        """Somebody passes a place that can fail."""
+        """A place that can fail is reached."""
         if self.links:
             raise AssertionError(f"{place} can fail, inside what cannot")
         if self.left:

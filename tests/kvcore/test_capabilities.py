@@ -29,17 +29,6 @@ def test_a_window_gives_back_what_no_later_query_sees():
     assert seq.num_computed_tokens == 12
 
 
-def test_drafts_move_no_window():
-    kv = kvcore.KVCacheManager(20, 4, groups=[kvcore.SlidingWindow(window=5)])
-    seq = filled(kv, range(8))
-    before = seq.block_tables
-    kv.extend(seq, range(8))
-    kv.reserve(seq, 8)
-    assert seq.block_tables[0][:2] == before[0]
-    kv.truncate(seq, 8)
-    assert seq.block_tables == before
-
-
 def test_a_full_group_and_a_window_group_share_one_pool_and_agree_on_a_prefix():
     groups = [kvcore.FullAttention(), kvcore.SlidingWindow(window=4)]
     kv = kvcore.KVCacheManager(30, 4, groups=groups)
@@ -74,19 +63,11 @@ def test_groups_may_have_blocks_of_different_sizes():
     [
         ([], "at least one layer group"),
         (["full"], "wanted FullAttention"),
-        ([kvcore.FullAttention(block_size=6)], "multiples of 4"),
     ],
 )
 def test_groups_that_cannot_be_are_named(groups, message):
     with pytest.raises(kvcore.InvalidArgumentError, match=message):
         kvcore.KVCacheManager(9, 4, groups=groups)
-
-
-def test_a_window_or_chunk_of_nothing_is_refused():
-    with pytest.raises(kvcore.InvalidArgumentError, match="window: wanted at least 1"):
-        kvcore.SlidingWindow(window=0)
-    with pytest.raises(kvcore.InvalidArgumentError, match="chunk: wanted at least 1"):
-        kvcore.ChunkedLocal(chunk=0)
 
 
 def test_slots_of_positions_that_a_window_gave_back_are_refused():
@@ -132,24 +113,6 @@ def test_a_fork_at_a_block_edge_needs_no_block_at_all():
     child, orders = kv.fork(seq)
     assert orders == ()
     assert child.block_table == seq.block_table == (1, 2)
-
-
-def test_a_fork_without_room_changes_nothing():
-    kv = kvcore.KVCacheManager(3, 4)
-    seq = filled(kv, range(6))
-    with pytest.raises(kvcore.OutOfBlocksError):
-        kv.fork(seq)
-    kvcore.check(kv)
-    assert len(kv.sequences) == 1
-
-
-def test_a_cut_inside_a_block_that_a_fork_shares_never_writes_into_it():
-    kv = kvcore.KVCacheManager(9, 4, enable_caching=False)
-    seq = filled(kv, range(8))
-    kv.fork(seq)
-    kv.truncate(seq, 6)
-    assert seq.block_table == (1,)
-    assert seq.num_computed_tokens == 4
 
 
 # Leases and loads.
@@ -273,8 +236,6 @@ def test_a_pin_keeps_a_prefix_out_of_the_free_blocks():
     [
         {"start": -1, "stop": 2},
         {"start": 2, "stop": 2},
-        {"start": 0, "stop": 2, "priority": 0},
-        {"start": 0, "stop": 2, "max_steps": 0},
     ],
 )
 def test_a_wish_that_means_nothing_is_refused(wrong):
@@ -310,15 +271,6 @@ def test_lifetimes_idle_times_and_reuse_gaps_are_counted_in_steps():
     assert kvcore.KVCacheManager(3, 2).stats().lifetimes is None
 
 
-def test_what_was_preempted_and_comes_again_is_counted_apart():
-    kv = kvcore.KVCacheManager(9, 2)
-    kv.close(filled(kv, [1, 2, 3]))
-    kv.open([1, 2, 3], resumed=True)
-    stats = kv.stats()
-    assert (stats.num_queried_tokens, stats.num_hit_tokens) == (3, 0)
-    assert (stats.num_resumed_tokens, stats.num_resumed_hit_tokens) == (3, 2)
-
-
 def test_occupancy_is_told_in_tokens_and_in_the_slots_they_take():
     kv = kvcore.KVCacheManager(9, 4)
     first = filled(kv, range(6))
@@ -331,21 +283,6 @@ def test_occupancy_is_told_in_tokens_and_in_the_slots_they_take():
 
 
 # Reset.
-
-
-def test_after_a_reset_nothing_old_is_hit_and_nothing_old_is_published():
-    kv = kvcore.KVCacheManager(12, 4)
-    old = filled(kv, range(6))
-    report = kv.reset()
-    assert report == kvcore.ResetReport(1, 2, 1)
-    assert kv.plan(range(9)).num_cached_tokens == 0
-    kv.extend(old, [6, 7, 8])
-    kv.reserve(old, 3)
-    kv.commit(old, 3)
-    assert kv.plan(range(9)).num_cached_tokens == 0
-    kv.close(old)
-    kv.close(filled(kv, range(9)))
-    assert kv.plan(range(9)).num_cached_tokens == 8
 
 
 def test_a_reset_can_put_the_free_blocks_in_the_order_of_a_new_pool():

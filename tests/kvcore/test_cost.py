@@ -22,7 +22,7 @@ from tests.kvcore.pools import published
 
 HOME = str(Path(kvcore.__file__).parent)
 SMALL, LARGE = 512, 512 + 6 * 600  # the same remainder when they are filled
-SPARE_BYTES = 6000  # a list of so many entries as the large pool has blocks grows by an eighth
+SPARE_BYTES = 6000  # a list with an entry for each block of the large pool grows by an eighth
 
 GROUPS = {
     "full": [kvcore.FullAttention()],
@@ -41,7 +41,7 @@ def empty(kv):
 
 
 def idle(kv):
-    """Most blocks hold content that nobody uses."""
+    """Most blocks hold content that is not used."""
     for number in range(kv.num_free_blocks // (3 * len(kv.groups))):
         kv.close(filled(kv, 12, first=1000 * (number + 1)))
 

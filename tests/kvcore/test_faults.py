@@ -90,7 +90,7 @@ VERBS = {
     "open, hits an image": lambda s, f: s.kv.open([*range(12)], items=f.sequence(CAT)),
     "open, resumed": lambda s, f: s.kv.open([9] * 9, namespace=SALT, resumed=True),
     "open, packed, hits nothing": lambda s, f: s.kv.open(array("I", [1, 1, 1])),
-    "open, shares with nobody": lambda s, f: s.kv.open(f.sequence(1, 1, 1), namespace=None),
+    "open without a namespace": lambda s, f: s.kv.open(f.sequence(1, 1, 1), namespace=None),
     "plan": lambda s, f: s.kv.plan(f.sequence(*range(12)), items=f.sequence(CAT)),
     "reserve, from all shelves": lambda s, f: s.kv.reserve(
         s.other, f.integer(4 * s.kv.num_free_blocks // len(s.kv.groups))
@@ -275,7 +275,7 @@ def test_a_change_that_lets_something_grow_is_seen(faults, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_view_that_the_caller_holds_stops_a_verb_before_it_begins(layout):
-    """Python refuses to resize an array of which somebody holds a view."""
+    """Python refuses to resize an array while a view of it exists."""
     state = State(layout)
     kv, seq = state.kv, state.parent
     before = dump(kv)

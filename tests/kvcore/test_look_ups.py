@@ -8,7 +8,7 @@ HYBRID = [kvcore.FullAttention(), kvcore.SlidingWindow(20)]
 
 
 def used(groups=None):
-    """Two prompts that nobody holds any more, the first one older."""
+    """Two prompts that are no longer held, the first one older."""
     kv = kvcore.KVCacheManager(24, 4, groups=groups)
     for first in (0, 100):
         seq = kv.open(range(first, first + 9))

@@ -34,7 +34,7 @@ def test_one_at_a_time_is_many_at_once(rounds):
 
 
 def check_trees(pool):
-    """That the trees are sound, whoever holds what."""
+    """Check that the trees are sound, whatever is held."""
     kvcore.inspect.invariants.index(SimpleNamespace(pool=pool, groups=[kvcore.FullAttention(1)]))
 
 

@@ -1,4 +1,4 @@
-"""A small program of somebody who uses kvcore's public face, checked by strict type checkers.
+"""A small program that uses kvcore's public interface, checked by strict type checkers.
 
 `test_types.py` runs mypy over it, and runs it; `python -m tests.kvcore.test_types` runs pyright.
 """

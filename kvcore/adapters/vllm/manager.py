@@ -478,7 +478,7 @@ class Manager:
     def _settle(self, seq: KVSequence, request: Request, stop: int) -> None:
         """Tell kvcore that the first `stop` tokens are known and computed.
 
-        Where there are no windows, only whole blocks matter to anybody.
+        Without windows only whole blocks matter.
         """
         if self._is_plain:
             stop -= stop % self._size

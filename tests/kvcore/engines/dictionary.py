@@ -79,10 +79,10 @@ class DictionaryAllocator:
         self.check_open(request)
         request.unknown += num_tokens
 
-    def tell(self, request, token):
+    def resolve(self, request, token):
         self.check_open(request)
         if not request.unknown:
-            raise ValueError("nobody expects a token")
+            raise ValueError("no token is unknown")
         request.tokens.append(token)
         request.unknown -= 1
         self.publish(request, self.settled(request))
@@ -140,7 +140,7 @@ class DictionaryAllocator:
             ("stored", key) for key in now - before
         ]
 
-    def names(self, tokens, tenant):
+    def block_hashes(self, tokens, tenant):
         request = DictionaryRequest(list(tokens), tenant, self.epoch)
         return [self.key(request, index) for index in range(len(tokens) // self.block_size)]
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import kvcore
 from kvcore.testing import EVERYTHING, Promise
 
+HASHES = "xxh3-128"
+
 
 @dataclass(eq=False)
 class Handle:
@@ -19,9 +21,10 @@ class Handle:
 
 class OurAllocator:
     promises = EVERYTHING
+    make_manager = kvcore.KVCacheManager
 
     def start(self, num_blocks, block_size):
-        self.kv = kvcore.KVCacheManager(num_blocks, block_size, record_events="sha256")
+        self.kv = self.make_manager(num_blocks, block_size, record_events=HASHES)
         self.resets = 0
         return range(1, num_blocks)
 
@@ -51,7 +54,7 @@ class OurAllocator:
     def expect(self, request, num_tokens):
         self.kv.expect(request.seq, num_tokens)
 
-    def tell(self, request, token):
+    def resolve(self, request, token):
         self.kv.resolve(request.seq, [token])
 
     def finish(self, request):
@@ -99,9 +102,9 @@ class OurAllocator:
                 told += [(kind, name) for name in event.block_hashes]
         return told
 
-    def names(self, tokens, tenant):
+    def block_hashes(self, tokens, tenant):
         space = kvcore.Namespace(salt=tenant.encode())
-        return kvcore.block_hashes(tokens, self.kv.block_size, namespace=space, algorithm="sha256")
+        return kvcore.block_hashes(tokens, self.kv.block_size, namespace=space, algorithm=HASHES)
 
     def swap_out(self, request):
         seq = request.seq
@@ -135,7 +138,7 @@ class OurWindows(OurAllocator):
 
     def start(self, num_blocks, block_size):
         groups = [kvcore.FullAttention(), kvcore.SlidingWindow(window=5)]
-        self.kv = kvcore.KVCacheManager(num_blocks, block_size, groups=groups)
+        self.kv = self.make_manager(num_blocks, block_size, groups=groups)
         self.resets = 0
         return range(1, num_blocks)
 

@@ -113,7 +113,7 @@ def test_what_a_block_is_kept_for_has_nothing_in_it_that_adds_nothing():
 
 
 def looked_up(idle, blocks):
-    """Somebody finds these and holds them."""
+    """These are found and held."""
     for block in blocks:
         block.ref_count = 1
     idle.find_run(blocks)
@@ -208,7 +208,7 @@ def test_the_same_wish_once_more_changes_nothing():
 
 
 class FullAt(dict):
-    """Has no room for a new key once it has so many."""
+    """Has no room for a new key beyond a number of keys."""
 
     most = 3
 

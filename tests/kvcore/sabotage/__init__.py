@@ -4,41 +4,12 @@ The rows beside them are those of the corpus of real bugs (docs/reference/corpus
 properties those of docs/reference/properties.md: a machine that does not catch them proves nothing.
 """
 
-from tests.kvcore.sabotage import (
-    closing,
-    events,
-    groups,
-    identity,
-    leases,
-    loads,
-    managed_pool,
-    manager,
-    planning,
-    pool,
-    queue,
-    retention,
-    steps,
-    unknown_tokens,
-    visibility,
-)
+import importlib
+import pkgutil
+
 from tests.kvcore.sabotage.registry import SABOTAGES, Sabotage
 
-PARTS = (
-    closing,
-    events,
-    groups,
-    identity,
-    leases,
-    loads,
-    managed_pool,
-    manager,
-    planning,
-    pool,
-    queue,
-    retention,
-    steps,
-    unknown_tokens,
-    visibility,
-)
+for _module in pkgutil.iter_modules(__path__):  # each registers its bugs
+    importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["PARTS", "SABOTAGES", "Sabotage"]
+__all__ = ["SABOTAGES", "Sabotage"]

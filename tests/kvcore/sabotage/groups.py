@@ -146,5 +146,5 @@ def groups_are_asked_once_where_a_cut_may_stand(seq, num_tokens):
 
 @patched(_computed_before, "P7", "P9", "P10", "P14", "P15", "P16", layouts=("full", *UNEVEN))
 def groups_keep_in_part_what_another_reads(seq, sound, start):
-    """What is sound of a block stays, whoever else has the block or finds it."""
+    """What is sound of a block stays, even if others hold the block or hit it."""
     return computed_in_sight(seq, start)

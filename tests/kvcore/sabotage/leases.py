@@ -37,7 +37,7 @@ class EndlessBook(kvcore.LeaseBook):
 
 
 class HastyBook(kvcore.LeaseBook):
-    """Waits for nobody: whatever is in flight is done with the next step."""
+    """Ends every lease with the next step, in flight or not."""
 
     def due(self, step):
         return tuple(self.active.values())
@@ -70,7 +70,7 @@ class ShuffledBook(kvcore.LeaseBook):
 
 
 class SecretiveBook(kvcore.LeaseBook):
-    """Tells nobody what will be free when the leases end."""
+    """Does not count what will be free when the leases end."""
 
     def num_deferred_blocks(self):
         return 0

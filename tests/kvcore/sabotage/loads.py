@@ -64,7 +64,7 @@ def loads_join_after_a_gap(load):
 
 @patched(loading._publish, "P10", "P15", "P24", "P6", layouts=BESIDE)
 def loads_hang_a_window_below_what_it_does_not_follow(pool, load, number, entries, published):
-    """What nobody has is left out of the path."""
+    """Missing blocks are left out of the path."""
     seq = load.seq
     table = seq.tables[number]
     own, full = seq.num_computed_tokens // table.block_size, load.num_tokens // table.block_size

@@ -67,7 +67,7 @@ class plan_in_chunks_counts_all_at_once(kvcore.KVCacheManager):
 
 @sabotage(machines.ManagerMachine, "P13", layouts=WINDOWS)
 class plan_in_chunks_takes_again_what_others_hold(kvcore.KVCacheManager):
-    """What a window passes is not free while somebody else holds it, too."""
+    """A block that a window has passed is not free while another sequence holds it."""
 
     def plan(self, tokens, *, chunk=None, **options):
         plan = super().plan(tokens, chunk=chunk, **options)

@@ -24,7 +24,7 @@ class ForgetfulShelf(IdleBlocks):
 
 
 class LostShelf(IdleBlocks):
-    """Believes that every free block waits in the queue of those that nobody wants kept."""
+    """Assumes that every free block is in the queue of blocks without retention."""
 
     def remove(self, block):
         self.queue.remove(block)

@@ -11,7 +11,7 @@ WINDOWS = ("window", "full and window", "six and four")
 
 @sabotage(machines.ManagerMachine, "P27", "P9", rows=(68, 72))
 class unknown_tokens_are_published_as_zeros(kvcore.KVCacheManager):
-    """What is computed is visible, whether anybody knows its tokens or not."""
+    """What is computed is visible, whether its tokens are known or not."""
 
     def commit(self, seq, num_tokens):
         super().commit(seq, num_tokens)

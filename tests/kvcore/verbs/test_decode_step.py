@@ -216,7 +216,7 @@ def test_an_empty_step_is_a_step():
 def test_a_decode_step_in_steady_state_leaves_no_container_behind():
     """Nothing that the collector would have to walk: blocks and nodes are used again."""
     kv = kvcore.KVCacheManager(65, 4)
-    for turn in range(4):  # until the pool is full of content that nobody needs
+    for turn in range(4):  # until the pool is full of content that is not used
         seqs = running(kv, 4)
         for token in range(44):
             kv.decode_step(seqs, array("I", [1000 * turn + token] * 4))

@@ -101,7 +101,7 @@ class Count:
 
     Attributes:
         plain: it numbers from 0 and has no snapshot, as engines' own.
-        idle: its history always has a snapshot, as a publisher's that nobody can wake.
+        idle: its history always has a snapshot, as that of a publisher that cannot be woken.
         keeps_all: all that it tells can be had, whatever is lost.
         states: what it held after each batch, by the batch's number.
     """
@@ -238,7 +238,7 @@ class Channel(RuleBasedStateMachine):
         self.wanted[who] = self.followers[who].ask()
         from_where = 0 if known is None else max(0, known - 1)
         self.expect(self.wanted[who] == from_where, who, "asked from", (self.wanted[who], known))
-        self.answers.pop(who, None)  # it comes too late, and meets nobody
+        self.answers.pop(who, None)  # it comes too late
 
     @precondition(lambda self: self.wanted)
     @rule(who=WHO)

@@ -130,7 +130,7 @@ class OpenEncoder(wire.Encoder):
 
 
 class HashIndex(wire.Index):
-    """Takes a name for what it stands for, whoever said it."""
+    """Takes a block hash for its content, from any publisher."""
 
     def _named(self, known, name):
         node = super()._named(known, name)
@@ -211,7 +211,7 @@ class HereditaryIndex(wire.Index):
 
 
 class HastyIndex(wire.Index):
-    """Forgets a block that nobody holds, though others follow it."""
+    """Forgets a block without a holder although others follow it."""
 
     def _take(self, node, mask):
         super()._take(node, mask)

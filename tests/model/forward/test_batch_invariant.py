@@ -1,4 +1,4 @@
-"""Batch-invariant mode: bit by bit what a request gives alone, whoever runs beside it."""
+"""Batch-invariant mode: a request's result is the same to the bit alone and in any batch."""
 
 import pytest
 import torch
