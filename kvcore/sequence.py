@@ -53,7 +53,8 @@ class KVSequence:
         next_boundary: the least number of settled tokens at which a block becomes full or leaves
             a window. It is at most one more than `num_reserved_tokens`. Both are 0 while they are
             unknown; a function that removes blocks from the tables sets them to 0.
-        fast_decode_limit: a decode step of a shorter sequence only counts; 0: unknown.
+        fast_decode_limit: while fewer tokens are computed, a decode step only counts; 0: unknown,
+            or another number of tokens than one is not computed.
         owner: the manager that it is open in; None once it is closed.
         tag: free for the caller; None at first and never read here. Compiled handles cannot be
             weakly referenced, so the caller can attach data to this attribute instead.
@@ -311,26 +312,30 @@ def check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
         )
 
 
-def committable(seq: KVSequence, num_tokens: int) -> int:
-    """Return the number of computed tokens after `num_tokens` more. O(groups).
+def check_computed(seq: KVSequence, num_computed: int, num_tokens: int) -> None:
+    """Raise unless `num_computed` tokens of a sequence can be computed. O(groups).
+
+    Args:
+        seq: the sequence.
+        num_computed: the number of its first tokens.
+        num_tokens: the number of tokens that it has then.
 
     Raises:
         InvalidArgumentError: more than the sequence has.
         NotReservedError: more than it has reserved blocks for.
     """
-    computed = seq.num_computed_tokens + num_tokens
-    if computed > len(seq.packed) + seq.num_unknown_tokens:
+    before = seq.num_computed_tokens
+    if num_computed > num_tokens:
         raise InvalidArgumentError(
-            f"num_tokens: wanted at most the {seq.num_tokens - seq.num_computed_tokens} "
-            f"tokens that are not computed, got {num_tokens}"
+            f"num_tokens: wanted at most the {num_tokens - before} tokens that are not computed, "
+            f"got {num_computed - before}"
         )
     for table in seq.tables:
         room = len(table.blocks) * table.block_size
-        if computed > room:
+        if num_computed > room:
             raise NotReservedError(
-                f"commit: {computed} tokens computed, blocks reserved for {room}"
+                f"commit: {num_computed} tokens computed, blocks reserved for {room}"
             )
-    return computed
 
 
 def write_rows(

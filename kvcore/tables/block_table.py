@@ -109,7 +109,10 @@ class BlockTable:
 
     def grow(self, blocks: list[Block]) -> tuple[BlockId, ...]:
         """Append blocks; return their ids. O(len(blocks))."""
-        appended = tuple([block.id_object for block in blocks])
+        if len(blocks) == 1:  # a decode step has many of these
+            appended: tuple[object, ...] = (blocks[0].id_object,)
+        else:
+            appended = tuple([block.id_object for block in blocks])
         self.blocks += blocks
         return appended  # type: ignore[return-value]  # they are ints
 

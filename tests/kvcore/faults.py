@@ -46,11 +46,10 @@ LINKS = {
     "BlockPool.unpublish",
     "_add",
     "hold_again",
-    "_leave_step",
-    "_find_stop",
-    "BlockTable.next_pass",
-    "_assign",
+    "_uncount",
+    *(f"_Change.{name}" for name in ("undo", "settle", "complete", "_assign")),
     "_set",
+    "BlockTable.next_pass",
     "cut_tables",
 }
 # What looks at a state, and is not part of any verb.

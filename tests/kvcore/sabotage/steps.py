@@ -9,125 +9,140 @@ from tests.kvcore.sabotage.registry import edited
 # Room
 edited(
     "step_takes_drafts_for_a_plain_decoder",
-    forward.step,
-    "reserved[index] < 2",
-    "reserved[index] < 3",
+    forward._decoding,
+    "reserved.count(0) == count",
+    "reserved.count(2) == count",
     "P15",
 )
 edited(
     "step_counts_room_from_the_last_token",
-    forward.step,
-    "done + reserved[index]",
-    "length - 1 + reserved[index]",
+    forward._Change.plan,
+    "else done + reserved[place]",
+    "else here - 1 + reserved[place]",
     "P13",
     "P15",
 )
 edited(
-    "step_makes_room_for_what_is_told",
-    forward.step,
-    "length if reserved is None else",
-    "len(seq.packed) if reserved is None else",
+    "step_makes_room_for_what_is_known",
+    forward._Change.plan,
+    "total = most if",
+    "total = here if",
+    "P13",
     "P15",
 )
 edited(
     "step_lets_a_sequence_pass_its_room",
-    forward.step,
-    "done <= length <= seq.num_reserved_tokens",
-    "done <= length",
+    forward._Change.plan,
+    "done > here or done > seq.num_reserved_tokens",
+    "done > here",
     "P13",
 )
 edited(
     "step_asks_for_a_token_too_few",
-    forward.step,
-    "total <= seq.num_reserved_tokens",
-    "total <= seq.num_reserved_tokens + 1",
-    "P15",
-)
-edited(
-    "step_makes_room_for_two_groups",
-    forward._num_missing,
-    "in seq.tables:",
-    "in seq.tables[:2]:",
+    forward._Change.plan,
+    "if total > seq.num_reserved_tokens",
+    "if total > seq.num_reserved_tokens + 1",
     "P13",
     "P15",
 )
 edited(
     "step_reserves_without_a_limit",
-    forward.reserve_step,
-    "check_length(total, longest)",
-    "pass",
+    forward._Change.plan,
+    "check_length(max(most, total), longest)",
+    "check_length(most, longest)",
     "P13",
 )
-# Drafts
+# Counting
 edited(
     "step_counts_what_was_not_computed",
-    forward.step,
-    "count == more == 1",
-    "more == 1",
+    forward._decoding,
+    "if computed[place] == known[place] == 1",
+    "if known[place] == 1",
     "P4",
     "P13",
     "P14",
 )
+edited(
+    "step_counts_a_token_in_a_full_block",
+    forward._Change.complete,
+    "min(seq.num_reserved_tokens, seq.next_boundary) - 1",
+    "min(seq.num_reserved_tokens, seq.next_boundary)",
+    "P14",
+)
+edited(
+    "step_counts_where_several_tokens_are_not_computed",
+    forward._Change.complete,
+    "unknown - done == 1",
+    "unknown - done >= 1",
+    "P14",
+)
+edited(
+    "step_counts_with_another_number_of_unknown_tokens",
+    forward.step,
+    "and seq.num_unknown_tokens == ahead",
+    "",
+    "P4",
+    "P14",
+    "P27",
+)
+edited(
+    "step_takes_its_sequences_out_of_order",
+    forward.step,
+    "due = sorted(",
+    "due = list(",
+    "P15",
+    "P16",
+)
 # What is found, and when
 edited(
     "step_publishes_a_full_block_late",
-    forward.step,
-    "done < seq.next_boundary or",
-    "done <= seq.next_boundary or",
+    forward._Change.publish,
+    "settled < seq.next_boundary",
+    "settled <= seq.next_boundary",
     "P9",
     "P6",
     "P14",
 )
 edited(
-    "step_publishes_a_told_block_late",
-    forward.step,
-    "len(seq.packed) < seq.next_boundary)",
-    "len(seq.packed) <= seq.next_boundary)",
+    "step_publishes_what_is_unknown",
+    forward._Change.publish,
+    "min(self.dones[index], len(seq.packed))",
+    "self.dones[index]",
+    "P4",
+    "P6",
+    "P9",
+)
+edited(
+    "step_resolves_after_it_has_published",
+    forward._Change.publish,
+    "min(self.dones[index], len(seq.packed))",
+    "min(self.dones[index], self.lengths[index])",
     "P9",
     "P6",
     "P14",
 )
+# Tokens that are not known yet
 edited(
-    "step_commits_a_full_block_late",
-    forward.commit_step,
-    "computed < seq.next_boundary",
-    "computed <= seq.next_boundary",
-    "P9",
-    "P6",
-    "P15",
-)
-edited(
-    "step_tells_a_full_block_late",
-    forward.resolve_step,
-    "len(seq.packed) >= seq.next_boundary",
-    "len(seq.packed) > seq.next_boundary",
-    "P9",
-    "P6",
-    "P15",
-)
-# Tokens that are not told yet
-edited(
-    "step_decodes_behind_unknown_tokens",
-    forward._find_stop,
-    " and not seq.num_unknown_tokens",
-    "",
+    "step_appends_what_resolves",
+    forward._Change.complete,
+    "max(0, unknown - moves.known[place])",
+    "unknown",
     "P14",
     "P27",
 )
 edited(
-    "step_tells_each_its_neighbours_tokens",
-    forward.resolve_step,
-    "known[start : start + more]",
-    "known[:more]",
+    "step_gives_each_its_neighbours_tokens",
+    forward._Change.join,
+    "moves.tokens[starts[place] : starts[place] + count]",
+    "moves.tokens[:count]",
     "P10",
 )
 edited(
-    "step_decodes_where_a_token_is_unknown",
-    forward._decode,
-    "check_all_known(seq)",
-    "pass",
-    "P13",
-    "P27",
+    "step_gives_a_decoder_its_neighbours_token",
+    forward.step,
+    "moves.tokens[starts[place]]",
+    "moves.tokens[starts[0]]",
+    "P10",
 )
 # Windows
 edited(
@@ -139,7 +154,9 @@ edited(
     "P6",
     "P14",
 )
-edited("step_forgets_whose_blocks_are_new", forward._move, "_assign(pool, assigned)", "pass", "P24")
+edited(
+    "step_forgets_whose_blocks_are_new", forward._Change.complete, "self._assign()", "pass", "P24"
+)
 # What is said of blocks
 edited(
     "outlook_forgets_what_is_unknown",
