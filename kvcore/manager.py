@@ -45,7 +45,7 @@ from kvcore.identity.tokens import MAX_TOKEN, Tokens, pack
 from kvcore.lease import Lease, LeaseBook
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
-from kvcore.sequence import KVSequence, check_all_known, check_expected, check_length, write_rows
+from kvcore.sequence import KVSequence, check_all_known, check_expected, check_length
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.groups import LayerGroup, resolve_groups
 from kvcore.verbs import load as loading
@@ -62,6 +62,7 @@ from kvcore.verbs.share import (
     share_cached,
     share_computed,
 )
+from kvcore.verbs.write import write_rows
 
 
 @final

@@ -172,10 +172,10 @@ def step(
     ahead = int(1 in moves.expected)  # the expected tokens of a sequence that decodes
     others = _others(seqs, moves, ahead)
     limits = [seqs[place].fast_decode_limit for place in others]
-    tokens = _one_each(seqs, moves, others) if others else moves.tokens
     due: list[int] = []
     index = 0
     try:
+        tokens = _one_each(seqs, moves, others) if others else moves.tokens
         for index, seq in enumerate(seqs):
             done = seq.num_computed_tokens
             if done < seq.fast_decode_limit and seq.num_unknown_tokens == ahead:

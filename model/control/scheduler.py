@@ -76,6 +76,7 @@ class Scheduler:
         self._no_room: tuple[Request, int, kvcore.Plan] | None = None  # who, its length, its plan
         self._in_flight: Step | None = None
         self._expecting: tuple[Request, ...] = ()  # what the last step samples, unread
+        self._read: dict[Request, int] = {}  # tokens that sequences get when the next step advances
         self._drafts: dict[int, tuple[int, ...]] = {}  # draft tokens that it verifies, likewise
 
     @property
@@ -178,6 +179,9 @@ class Scheduler:
             if request in queue:  # of none, if a plan was broken off while it changed its place
                 queue.remove(request)
         self._admission.drop_copy(request)
+        token = self._read.pop(request, None)
+        if token is not None:
+            self._kv.resolve(request.running_sequence, [token])
         sequence = request.finish(reason)
         if sequence is not None:
             self._kv.close(sequence)
@@ -242,9 +246,14 @@ class Scheduler:
         kept = first is not None and (not decodes or decodes[0][0] is not first)
         decodes = decodes[: self._budget - kept]
         # Inside a block of every group there is room: the token before has it too.
-        growing = [sequence for _, sequence, start in decodes if start % self._stride == 0]
+        growing = [
+            sequence
+            for _, sequence, start in decodes
+            if start % self._stride == 0 and start >= sequence.num_reserved_tokens
+        ]
         try:
-            self._kv.reserve_step(growing, [1] * len(growing))
+            if growing:
+                self._kv.step(growing, 0, num_known=0, num_reserved=1)
         except kvcore.OutOfBlocksError:
             for request, _, _ in decodes:
                 if request.status is Status.RUNNING:
@@ -550,7 +559,11 @@ class Scheduler:
         self._drafts, self._expecting = {}, ()  # no request is left to take a token
 
     def accept(
-        self, sampled: Mapping[int, int], further: Mapping[int, Sequence[int]] | None = None
+        self,
+        sampled: Mapping[int, int],
+        further: Mapping[int, Sequence[int]] | None = None,
+        *,
+        advances: bool = False,
     ) -> list[Request]:
         """Hand out the tokens of the step that was advanced last. O(num_sampled).
 
@@ -560,6 +573,8 @@ class Scheduler:
             sampled: request_id -> the token drawn for it, for everyone who still expects one.
             further: request_id -> the tokens drawn behind that one, where the drafts between them
                 held (`drafts.held` tells).
+            advances: `advance` follows, with the next step: the sequences get the tokens there, in
+                one call with all that this step computes. Until then `Request.tokens` lacks them.
 
         Returns:
             Those who did, in the order of the step; some may have finished by it.
@@ -574,15 +589,19 @@ class Scheduler:
         if further:
             _check_held(self._drafts, expecting, sampled, further)
         self._expecting = ()
-        running, tokens = [], []
-        for request in expecting:
-            token = sampled[request.request_id]
-            if request.sequence is None:
-                request.tell(token)
-            else:
-                running.append(request.sequence)
-                tokens.append(token)
-        self._kv.resolve_step(running, tokens)
+        self._read = {
+            request: sampled[request.request_id]
+            for request in expecting
+            if request.sequence is not None
+        }
+        if len(self._read) < len(expecting):
+            for request in expecting:
+                if request.sequence is None:
+                    request.tell(sampled[request.request_id])
+        if not advances:
+            sequences = [request.running_sequence for request in self._read]
+            self._kv.resolve_step(sequences, list(self._read.values()))
+            self._read = {}
         if self._drafts:
             self._accept_drafts(expecting, further)
             self._drafts = {}
@@ -604,20 +623,39 @@ class Scheduler:
     def _commit(self, chunks: Sequence[Chunk]) -> None:
         """What was planned is computed, and each that samples expects a token.
 
-        There is room for that token when it is planned to be computed.
+        Tokens that were read become known in the same call, and with them the expected ones get
+        room, if blocks are free; otherwise they get it when they are planned.
         """
-        if not chunks:
-            return
-        requests, _, computed, samples, _, drafts = zip(*chunks, strict=True)
-        if any(drafts):  # which of them hold is not known yet
-            computed = tuple([chunk.num_known for chunk in chunks])
-        self._kv.step(
-            [sequence for request in requests if (sequence := request.sequence) is not None],
-            computed,
-            None,
-            num_joining=None if all(samples) else [int(one) for one in samples],
-            num_reserved=[0] * len(chunks),
+        read, self._read = self._read, {}
+        requests = [chunk.request for chunk in chunks]
+        computed = [chunk.num_tokens for chunk in chunks]
+        expected = [int(chunk.samples) for chunk in chunks]
+        if any(chunk.drafts for chunk in chunks):  # which of them hold is not known yet
+            computed = [chunk.num_known for chunk in chunks]
+        rooms = [0] * len(chunks)
+        if read:  # the engine runs ahead; the last token of a request is never computed
+            rooms = [
+                int(chunk.samples and chunk.start + count + 1 < chunk.request.max_total_tokens)
+                for chunk, count in zip(chunks, computed, strict=True)
+            ]
+        known = [1] * len(chunks)
+        if [*read] != requests:
+            planned = set(requests)
+            left = [request for request in read if request not in planned]  # without a place in it
+            requests += left
+            known = [int(request in read) for request in requests]
+            computed += [0] * len(left)
+            expected += [0] * len(left)
+            rooms += [0] * len(left)
+        sequences = [request.running_sequence for request in requests]
+        tokens = [read[request] for request in requests if request in read]
+        step = partial(
+            self._kv.step, sequences, computed, tokens, num_known=known, num_expected=expected
         )
+        try:
+            step(num_reserved=rooms)
+        except kvcore.OutOfBlocksError:  # `schedule` finds room for them, or preempts
+            step(num_reserved=0)
 
     def _accept_drafts(
         self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]
@@ -629,9 +667,8 @@ class Scheduler:
             if sequence is None or not drafts:
                 continue
             if more:
-                self._kv.step(
-                    [sequence], [len(more)], more, num_joining=[len(more)], num_reserved=[0]
-                )
+                count = len(more)
+                self._kv.step([sequence], count, more, num_known=count, num_reserved=0)
                 self.stats.num_accepted_tokens += len(more)
             self._kv.truncate(sequence, sequence.num_tokens)  # room that was for the others
 

@@ -263,7 +263,7 @@ class Faults:
 CACHES = {
     "Node": {"name", "last_child", "children"},
     "Block": {"name", "last_child", "children"},
-    "BlockTable": {"_ids"},
+    "BlockTable": {"_ids", "num_changes"},  # which says only: look again
     "KVCacheManager": {"_last_step"},
     "KVSequence": {"chain", "due", "room", "stop"},
     "ContentTree": {"_spare"},

@@ -132,13 +132,13 @@ class StepRules(LoadRules):
         token=st.integers(0, 2),
     )
     def serve(self, forms, moves, begins, token):
-        """Steps of an engine, each in another form, for one or two sequences."""
-        while len(self.live) > 2 and len(self.naive.pool.order()) < 2 * len(self.groups):
+        """Steps of an engine, each in another form, for a few sequences."""
+        while len(self.live) > 3 and len(self.naive.pool.order()) < 2 * len(self.groups):
             self.end(self.live[-1])
         for entry in self.live[:begins]:
             self.run(entry)
         for turn, form in enumerate(forms):
-            step = [e for e in self.live[:2] if len(e[1].all_tokens()) < 36]
+            step = [e for e in self.live[:3] if len(e[1].all_tokens()) < 36]
             tokens = [turn % 3, 0, token, 1, 2]
             mine = [moves[(turn + place) % len(moves)] for place in range(len(step))]
             if form == "decode":

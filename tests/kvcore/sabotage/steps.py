@@ -2,31 +2,33 @@
 
 from kvcore import lease as leases
 from kvcore import sequence
-from kvcore.verbs import peaks
+from kvcore.tables.block_table import BlockTable
+from kvcore.verbs import peaks, write
 from kvcore.verbs import step as forward
 from tests.kvcore.sabotage.registry import edited
 
 # Room
 edited(
     "step_takes_drafts_for_a_plain_decoder",
-    forward._decoding,
-    "reserved.count(0) == count",
-    "reserved.count(2) == count",
+    forward._others,
+    "if room > 1:",
+    "if False:",
+    "P14",
     "P15",
 )
 edited(
     "step_counts_room_from_the_last_token",
     forward._Change.plan,
-    "else done + reserved[place]",
-    "else here - 1 + reserved[place]",
+    "total = done + reserved[place]",
+    "total = here - 1 + reserved[place]",
     "P13",
     "P15",
 )
 edited(
     "step_makes_room_for_what_is_known",
     forward._Change.plan,
-    "total = most if",
-    "total = here if",
+    "total = most = here + expected[place]",
+    "total = most = here",
     "P13",
     "P15",
 )
@@ -55,9 +57,9 @@ edited(
 # Counting
 edited(
     "step_counts_what_was_not_computed",
-    forward._decoding,
-    "if computed[place] == known[place] == 1",
-    "if known[place] == 1",
+    forward._others,
+    "if move != plain",
+    "if move[1:] != plain[1:]",
     "P4",
     "P13",
     "P14",
@@ -65,8 +67,8 @@ edited(
 edited(
     "step_counts_a_token_in_a_full_block",
     forward._Change.complete,
-    "min(seq.num_reserved_tokens, seq.next_boundary) - 1",
-    "min(seq.num_reserved_tokens, seq.next_boundary)",
+    "limit - 1 if",
+    "limit if",
     "P14",
 )
 edited(
@@ -86,12 +88,14 @@ edited(
     "P27",
 )
 edited(
-    "step_takes_its_sequences_out_of_order",
-    forward.step,
-    "due = sorted(",
-    "due = list(",
-    "P15",
-    "P16",
+    "step_forgets_which_sequences_do_not_decode",
+    forward._one_each,
+    "seqs[place].fast_decode_limit = 0",
+    "pass",
+    "P4",
+    "P10",
+    "P13",
+    "P14",
 )
 # What is found, and when
 edited(
@@ -106,8 +110,8 @@ edited(
 edited(
     "step_publishes_what_is_unknown",
     forward._Change.publish,
-    "min(self.dones[index], len(seq.packed))",
-    "self.dones[index]",
+    "if dones[index] < settled:",
+    "if True:",
     "P4",
     "P6",
     "P9",
@@ -115,8 +119,8 @@ edited(
 edited(
     "step_resolves_after_it_has_published",
     forward._Change.publish,
-    "min(self.dones[index], len(seq.packed))",
-    "min(self.dones[index], self.lengths[index])",
+    "settled = len(seq.packed)",
+    "settled = self.lengths[index]",
     "P9",
     "P6",
     "P14",
@@ -125,7 +129,7 @@ edited(
 edited(
     "step_appends_what_resolves",
     forward._Change.complete,
-    "max(0, unknown - moves.known[place])",
+    "max(0, unknown - known[place])",
     "unknown",
     "P14",
     "P27",
@@ -133,15 +137,15 @@ edited(
 edited(
     "step_gives_each_its_neighbours_tokens",
     forward._Change.join,
-    "moves.tokens[starts[place] : starts[place] + count]",
-    "moves.tokens[:count]",
+    "tokens[start : start + known[place]]",
+    "tokens[: known[place]]",
     "P10",
 )
 edited(
     "step_gives_a_decoder_its_neighbours_token",
-    forward.step,
-    "moves.tokens[starts[place]]",
-    "moves.tokens[starts[0]]",
+    forward._one_each,
+    "tokens[place : place + moves.known[place]] = [0]",
+    "pass",
     "P10",
 )
 # Windows
@@ -154,8 +158,30 @@ edited(
     "P6",
     "P14",
 )
+edited("step_forgets_whose_blocks_are_new", forward._Change.settle, "self._assign()", "pass", "P24")
+# Rows
+edited("rows_miss_a_new_block", BlockTable.grow, "self.num_changes += 1", "pass", "P16")
+edited("rows_miss_a_cut", BlockTable.cut, "self.num_changes += 1", "pass", "P16")
 edited(
-    "step_forgets_whose_blocks_are_new", forward._Change.complete, "self._assign()", "pass", "P24"
+    "rows_stay_when_their_sequences_move",
+    write.StepTables._arrange,
+    "if source >= 0 and source != row:",
+    "if False:",
+    "P16",
+)
+edited(
+    "rows_of_new_sequences_are_taken_for_written",
+    write.StepTables._arrange,
+    "-1 if source < 0 else old[source]",
+    "seqs[0].tables[self._group].num_changes if source < 0 else old[source]",
+    "P16",
+)
+edited(
+    "rows_move_over_rows_that_are_still_to_move",
+    write.StepTables._arrange,
+    "bytes(self._bytes[: len(self._seqs) * width])",
+    "self._bytes",
+    "P16",
 )
 # What is said of blocks
 edited(
