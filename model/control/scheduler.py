@@ -35,15 +35,25 @@ Does not know: torch, text, how a token is computed or sampled, how a block is c
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from operator import attrgetter
 
 import kvcore
 from model.control.admission import Admission
 from model.control.config import SchedulerConfig
 from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import FinishReason, Request, Status
-from model.control.step import Chunk, SchedulerStats, Step, Transfer, drafts_of, samplers
+from model.control.step import (
+    Chunk,
+    SchedulerStats,
+    Step,
+    Transfer,
+    check_drawn,
+    check_held,
+    drafts_of,
+    samplers,
+)
 from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerStateError
 
 
@@ -500,8 +510,8 @@ class Scheduler:
         """
         self._check_in_flight(step)
         live = step.running()
-        _check_drawn(samplers(live), sampled)
-        _check_held(drafts_of(live), samplers(live), sampled, further or {})
+        check_drawn(samplers(live), sampled)
+        check_held(drafts_of(live), samplers(live), sampled, further or {})
         orders = self._advance(step, live)
         self.accept(sampled, further)
         return orders
@@ -584,20 +594,15 @@ class Scheduler:
                 changed.
         """
         expecting = [request for request in self._expecting if request.is_expecting]
-        _check_drawn(expecting, sampled)
+        check_drawn(expecting, sampled)
         further = further or {}
         if further:
-            _check_held(self._drafts, expecting, sampled, further)
+            check_held(self._drafts, expecting, sampled, further)
         self._expecting = ()
-        self._read = {
-            request: sampled[request.request_id]
-            for request in expecting
-            if request.sequence is not None
-        }
-        if len(self._read) < len(expecting):
-            for request in expecting:
-                if request.sequence is None:
-                    request.tell(sampled[request.request_id])
+        self._read = {r: sampled[r.request_id] for r in expecting if r.sequence is not None}
+        for request in expecting if len(self._read) < len(expecting) else ():
+            if request.sequence is None:
+                request.tell(sampled[request.request_id])
         if not advances:
             sequences = [request.running_sequence for request in self._read]
             self._kv.resolve_step(sequences, list(self._read.values()))
@@ -628,34 +633,27 @@ class Scheduler:
         """
         read, self._read = self._read, {}
         requests = [chunk.request for chunk in chunks]
-        computed = [chunk.num_tokens for chunk in chunks]
+        # Which drafts hold is not known yet. The last token of a request is never computed.
+        computed = [chunk.num_tokens - len(chunk.drafts) for chunk in chunks]
         expected = [int(chunk.samples) for chunk in chunks]
-        if any(chunk.drafts for chunk in chunks):  # which of them hold is not known yet
-            computed = [chunk.num_known for chunk in chunks]
-        rooms = [0] * len(chunks)
-        if read:  # the engine runs ahead; the last token of a request is never computed
-            rooms = [
-                int(chunk.samples and chunk.start + count + 1 < chunk.request.max_total_tokens)
-                for chunk, count in zip(chunks, computed, strict=True)
-            ]
+        rooms = [
+            int(chunk.samples and chunk.start + count + 1 < chunk.request.max_total_tokens)
+            for chunk, count in zip(chunks if read else (), computed, strict=False)
+        ]
         known = [1] * len(chunks)
         if [*read] != requests:
-            planned = set(requests)
-            left = [request for request in read if request not in planned]  # without a place in it
-            requests += left
+            planned = {*requests}
+            requests += [request for request in read if request not in planned]
             known = [int(request in read) for request in requests]
-            computed += [0] * len(left)
-            expected += [0] * len(left)
-            rooms += [0] * len(left)
-        sequences = [request.running_sequence for request in requests]
+        none = [0] * len(requests)
+        columns = [(column + none)[: len(none)] for column in (computed, expected, rooms)]
+        seqs = [request.running_sequence for request in requests]
         tokens = [read[request] for request in requests if request in read]
-        step = partial(
-            self._kv.step, sequences, computed, tokens, num_known=known, num_expected=expected
-        )
+        step = partial(self._kv.step, seqs, columns[0], tokens, num_known=known)
         try:
-            step(num_reserved=rooms)
+            step(num_expected=columns[1], num_reserved=columns[2])
         except kvcore.OutOfBlocksError:  # `schedule` finds room for them, or preempts
-            step(num_reserved=0)
+            step(num_expected=columns[1], num_reserved=0)
 
     def _accept_drafts(
         self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]
@@ -710,28 +708,4 @@ class Scheduler:
             )
 
 
-def _check_held(
-    drafts: Mapping[int, tuple[int, ...]],
-    requests: Iterable[Request],
-    sampled: Mapping[int, int],
-    further: Mapping[int, Sequence[int]],
-) -> None:
-    """Raise unless what is told was drawn behind drafts that held, and nothing behind an end."""
-    for request in requests if further else ():
-        number = request.request_id
-        tokens = [sampled[number], *further.get(number, ())][:-1]
-        if tokens != [*drafts.get(number, ())[: len(tokens)]] or any(map(request.ends_by, tokens)):
-            raise SchedulerStateError(
-                f"further: wanted accepted draft tokens of {request!r}, got what follows {tokens}"
-            )
-
-
-def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> None:
-    """Raise unless there is a token for each of them."""
-    for request in requests:
-        if request.request_id not in sampled:
-            raise SchedulerStateError(f"sampled: no token for {request!r}")
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
+_order = attrgetter("order")

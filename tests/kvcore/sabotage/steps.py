@@ -63,6 +63,7 @@ edited(
     "P4",
     "P13",
     "P14",
+    "P15",
 )
 edited(
     "step_counts_a_token_in_a_full_block",
@@ -96,6 +97,7 @@ edited(
     "P10",
     "P13",
     "P14",
+    "P7",
 )
 # What is found, and when
 edited(
@@ -120,7 +122,7 @@ edited(
     "step_resolves_after_it_has_published",
     forward._Change.publish,
     "settled = len(seq.packed)",
-    "settled = self.lengths[index]",
+    "settled = (self.lengths or [len(seq.packed)])[index]",
     "P9",
     "P6",
     "P14",
