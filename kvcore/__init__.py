@@ -64,6 +64,7 @@ from kvcore.tables.block_table import BlockTable
 from kvcore.tables.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
 from kvcore.tables.slots import Slot, slot_of, slots_of
 from kvcore.verbs.peaks import peak_blocks
+from kvcore.verbs.write import StepTables
 
 __version__ = "0.1.0"
 
@@ -144,6 +145,7 @@ __all__ = [
     "Snapshot",
     "StaleSequenceError",
     "Stats",
+    "StepTables",
     "Tokens",
     "UnknownTokensError",
     "block_hashes",

@@ -89,32 +89,28 @@ def as_list(name: str, values: Iterable[_Item]) -> list[_Item]:
     return list(values)
 
 
-def as_counts(name: str, numbers: Sequence[SupportsIndex] | None, otherwise: int = 0) -> list[int]:
-    """Return numbers of a step as ints; for None `otherwise` ones. O(numbers).
+def as_counts(name: str, numbers: SupportsIndex | Sequence[SupportsIndex], count: int) -> list[int]:
+    """Return numbers of a step as ints, or one number `count` times. O(count).
 
     Raises:
-        InvalidArgumentError: one is no integer, or negative.
+        InvalidArgumentError: one is no integer or negative, or there are not `count` of them.
     """
-    if numbers is None:
-        return [1] * otherwise
-    if type(numbers) is not list:
-        check_several(name, numbers)
-    return [
+    if type(numbers) is int and numbers >= 0:
+        return [numbers] * count
+    if not hasattr(numbers, "__iter__"):
+        return [as_int(name, numbers, 0)] * count
+    found = [
         number if type(number) is int and number >= 0 else as_int(name, number, 0)
         for number in numbers
     ]
+    if len(found) != count:
+        raise InvalidArgumentError(
+            f"{name}: wanted one for each of {count} sequences, got {len(found)}"
+        )
+    return found
 
 
-def check_lengths(wanted: int, *lists: list[int] | None) -> None:
-    """Raise where a list that is given has not one number for each sequence."""
-    for numbers in lists:
-        if numbers is not None and len(numbers) != wanted:
-            raise InvalidArgumentError(
-                f"wanted one number for each of {wanted} sequences, got {len(numbers)}"
-            )
-
-
-def check_sum(tokens: list[int] | None, counts: list[int]) -> None:
+def check_sum(tokens: list[int], counts: list[int]) -> None:
     """Raise where there are not as many tokens as the sequences take."""
-    if tokens is not None and len(tokens) != sum(counts):
+    if len(tokens) != sum(counts):
         raise InvalidArgumentError(f"tokens: wanted {sum(counts)} in all, got {len(tokens)}")

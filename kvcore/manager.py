@@ -25,7 +25,6 @@ from kvcore.arguments import (
     as_counts,
     as_int,
     as_list,
-    check_lengths,
     check_sum,
     warn_renamed,
 )
@@ -46,7 +45,7 @@ from kvcore.identity.tokens import MAX_TOKEN, Tokens, pack
 from kvcore.lease import Lease, LeaseBook
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
-from kvcore.sequence import KVSequence, check_all_known, check_expected, check_length, write_rows
+from kvcore.sequence import KVSequence, check_all_known, check_expected, check_length
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.groups import LayerGroup, resolve_groups
 from kvcore.verbs import load as loading
@@ -63,6 +62,7 @@ from kvcore.verbs.share import (
     share_cached,
     share_computed,
 )
+from kvcore.verbs.write import write_rows
 
 
 @final
@@ -284,10 +284,7 @@ class KVCacheManager:
         else:
             seq.find_limits(self.max_model_len)
             return self._no_growth
-        appended = forward.grow(self.pool, seq, total)
-        if seq.num_reserved_tokens:  # it was known
-            seq.find_limits(self.max_model_len)
-        return appended
+        return forward.grow(self.pool, seq, total, self.max_model_len)
 
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
         """Return whether enough blocks are free for `reserve` with these arguments. O(groups).
@@ -375,7 +372,7 @@ class KVCacheManager:
         first = None if start is None else as_int("start", start, 0)
         self._check_open(seq)
         check_expected(seq, len(packed), first)
-        forward.resolve(self.pool, seq, packed)
+        forward.resolve(self.pool, seq, packed.tolist(), self.max_model_len)
 
     def tell(self, seq: KVSequence, tokens: Tokens, *, start: SupportsIndex | None = None) -> None:
         """Do what `resolve` does. Deprecated."""
@@ -410,9 +407,7 @@ class KVCacheManager:
         else:
             count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        was_known = seq.next_boundary > 0
-        if not forward.commit(self.pool, seq, count) or was_known:
-            seq.find_limits(self.max_model_len)  # a prompt that is computed at once needs none
+        forward.commit(self.pool, seq, count, self.max_model_len)
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
@@ -645,93 +640,103 @@ class KVCacheManager:
             seq.forget_identity()
         return report
 
+    def step(
+        self,
+        seqs: Sequence[KVSequence],
+        num_computed: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        tokens: Tokens | None = (),
+        *,
+        num_known: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        num_expected: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        num_reserved: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        num_joining: Sequence[SupportsIndex] | None = None,
+        room: Sequence[SupportsIndex] | None = None,
+    ) -> tuple[Growth, ...]:
+        """Advance every sequence of a step to the next forward pass, or none of them.
+
+        For each sequence, in this order: `tokens` become known: they are the ids of its expected
+        tokens, and the rest is appended; the KV of `num_computed` tokens counts as written;
+        `num_expected` expected tokens are appended; blocks for `num_reserved` tokens after the
+        computed ones are reserved, before any block is released. The result equals `resolve`,
+        `extend`, `commit`, `expect` and `reserve` of each sequence.
+
+        An engine that reads a token before it launches the next pass calls `step(seqs, 1, tokens)`
+        after each pass. One that runs ahead calls `step(seqs, 1, tokens, num_expected=1)` when it
+        has launched a pass, with the tokens of the pass before. In both a sequence without block
+        changes costs a comparison and two additions; prompts and drafts can be in the same step.
+        O(sequences + blocks filled, taken and released).
+
+        Each number is one for all sequences, or a list of one for each.
+
+        Args:
+            seqs: open sequences, each once.
+            num_computed: the number of next tokens that were computed, at most those with reserved
+                blocks; None: all tokens that it had before the step.
+            tokens: the token ids that became known, one sequence after another.
+            num_known: the number of its token ids; None: one.
+            num_expected: the number of expected tokens to append; None: none.
+            num_reserved: the number of tokens after the computed ones to reserve blocks for; None:
+                all tokens that it has after the step.
+            num_joining: deprecated: `num_known`, or `num_expected` where `tokens` is None, which
+                means that nothing became known and one token is expected.
+            room: deprecated: `num_reserved`.
+
+        Returns:
+            The appended blocks, in the order of the sequences; only tables that grew.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free for all of them. The same step with
+                `num_reserved=0` needs none.
+            NotReservedError: more tokens are computed than blocks were reserved for.
+            InvalidArgumentError: a sequence is given twice, a number is missing, more tokens are
+                computed than there are, or `tokens` has the wrong length.
+            SequenceTooLongError: a sequence would exceed `max_model_len`.
+        """
+        if tokens is None or num_joining is not None or room is not None:
+            warn_renamed("KVCacheManager.step(tokens=None, num_joining=, room=)", "num_expected")
+            num_reserved = num_reserved if room is None else room
+            if tokens is None:
+                tokens, num_known, num_expected = (), 0, 1 if num_joining is None else num_joining
+            else:
+                num_known = num_joining
+        running = seqs.copy() if type(seqs) is list else as_list("seqs", seqs)
+        count = len(running)
+        became_known = pack(tokens).tolist()
+        known = [1] * count if num_known is None else as_counts("num_known", num_known, count)
+        if len(became_known) != (count if num_known is None else sum(known)):
+            check_sum(became_known, known)  # raises
+        moves = forward.Moves(
+            became_known,
+            known,
+            None if num_computed is None else as_counts("num_computed", num_computed, count),
+            [0] * count if num_expected is None else as_counts("num_expected", num_expected, count),
+            None if num_reserved is None else as_counts("num_reserved", num_reserved, count),
+        )
+        self._check_step(running)  # last: what an `__index__` does must not come after it
+        return forward.step(self.pool, running, moves, self.max_model_len)
+
+    def decode_step(self, seqs: Sequence[KVSequence], tokens: Tokens) -> tuple[Growth, ...]:
+        """Commit all tokens of every sequence, and append one with a reserved slot to each.
+
+        `step(seqs, None, tokens)`, with its errors and its cost.
+        """
+        return self.step(seqs, None, tokens)
+
     def reserve_step(
         self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]
     ) -> tuple[Growth, ...]:
         """Reserve blocks for the next tokens of every sequence of a step, or for none.
 
-        O(sequences + new blocks); a sequence that needs no block costs one comparison.
-
-        Args:
-            seqs: open sequences, each once.
-            num_tokens: for each the number of tokens after its computed ones.
-
-        Returns:
-            The appended blocks, in the order of the sequences; only tables that grew.
-
-        Raises:
-            OutOfBlocksError: too few blocks are free for all of them.
-            InvalidArgumentError: a sequence is given twice, or a number is missing.
-            SequenceTooLongError: the tokens would exceed `max_model_len`.
+        `step` with nothing known, computed or expected; with its errors and its cost.
         """
-        counts = as_counts("num_tokens", num_tokens)
-        running = self._checked_step(seqs, counts)
-        return forward.reserve_step(self.pool, running, counts, self.max_model_len)
+        return self.step(seqs, 0, (), num_known=0, num_reserved=num_tokens)
 
     def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]) -> None:
         """State for every sequence of a step that the KV of its next tokens is written.
 
-        For all or for none; otherwise like `commit` for each in turn, with its errors.
+        `step` with nothing known, expected or reserved; with its errors and its cost.
         """
-        counts = as_counts("num_tokens", num_tokens)
-        running = self._checked_step(seqs, counts)
-        forward.commit_step(self.pool, running, counts, self.max_model_len)
-
-    def step(
-        self,
-        seqs: Sequence[KVSequence],
-        num_computed: Sequence[SupportsIndex],
-        tokens: Tokens | None,
-        *,
-        num_joining: Sequence[SupportsIndex] | None = None,
-        num_reserved: Sequence[SupportsIndex] | None = None,
-        room: Sequence[SupportsIndex] | None = None,
-    ) -> tuple[Growth, ...]:
-        """Advance every sequence of a step to the next forward pass, or none of them.
-
-        For each sequence, in this order: append tokens; commit the KV that the pass has written;
-        reserve blocks for the next pass, before any block is released. In decoding, one token is
-        computed and one is appended; a chunk of a prompt computes many and appends none; after
-        speculative decoding, the accepted draft tokens and the sampled token are computed and
-        appended. The result equals `extend`, `commit` and `reserve` of each sequence. O(sequences +
-        blocks filled, taken and released); a sequence without block changes costs a comparison
-        and two additions.
-
-        Args:
-            seqs: open sequences, each once.
-            num_computed: for each the number of next tokens that were computed, at most those with
-                reserved blocks.
-            tokens: the tokens to append, one sequence after another; None: they are expected tokens
-                that `resolve_step` makes known later.
-            num_joining: for each the number of tokens to append; None: one each.
-            num_reserved: for each the number of tokens after the computed ones to reserve blocks
-                for; None: all its tokens.
-            room: `num_reserved`. Deprecated.
-
-        Returns:
-            The appended blocks, in the order of the sequences; only tables that grew.
-
-        Raises:
-            OutOfBlocksError: too few blocks are free for all of them.
-            NotReservedError: more tokens are computed than blocks were reserved for.
-            InvalidArgumentError: a sequence is given twice, a number is missing, more tokens are
-                computed than there are, or `tokens` has the wrong length.
-            SequenceTooLongError: a sequence would exceed `max_model_len`.
-            UnknownTokensError: known tokens would follow expected ones.
-        """
-        if room is not None:
-            warn_renamed("KVCacheManager.step(room=)", "num_reserved")
-            num_reserved = room
-        computed = as_counts("num_computed", num_computed)
-        joined = None if tokens is None else pack(tokens).tolist()
-        joining = as_counts("num_joining", num_joining, len(computed))
-        reserved = None if num_reserved is None else as_counts("num_reserved", num_reserved)
-        running = self._checked_step(seqs, computed)
-        check_lengths(len(running), joining, reserved)
-        check_sum(joined, joining)
-        return forward.step(
-            self.pool, running, computed, joined, joining, reserved, self.max_model_len
-        )
+        self.step(seqs, num_tokens, (), num_known=0, num_reserved=0)
 
     def resolve_step(
         self,
@@ -743,7 +748,8 @@ class KVCacheManager:
     ) -> None:
         """Set the ids of the first expected tokens of every sequence; for all or for none.
 
-        Like `resolve` for each in turn, with its errors. O(sequences + blocks filled and released).
+        `step` with nothing computed, expected or reserved, but `tokens` resolve expected tokens
+        only. Raises like `resolve` for each in turn.
 
         Args:
             seqs: open sequences, each once.
@@ -751,13 +757,14 @@ class KVCacheManager:
             num_resolved: for each the number of its token ids; None: one each.
             starts: for each the position of its first one, if the caller knows them.
         """
-        known = pack(tokens).tolist()
-        counts = as_counts("num_resolved", num_resolved, len(known))
-        firsts = None if starts is None else as_counts("starts", starts)
-        running = self._checked_step(seqs, counts)
-        check_lengths(len(running), firsts)
-        check_sum(known, counts)
-        forward.resolve_step(self.pool, running, known, counts, firsts, self.max_model_len)
+        running = as_list("seqs", seqs)
+        count = len(running)
+        counts = as_counts("num_resolved", 1 if num_resolved is None else num_resolved, count)
+        firsts = None if starts is None else as_counts("starts", starts, count)
+        for index, seq in enumerate(running):
+            self._check_open(seq)
+            check_expected(seq, counts[index], None if firsts is None else firsts[index])
+        self.step(running, 0, tokens, num_known=counts, num_reserved=0)
 
     def tell_step(
         self,
@@ -770,32 +777,6 @@ class KVCacheManager:
         """Do what `resolve_step` does. Deprecated."""
         warn_renamed("KVCacheManager.tell_step", "resolve_step")
         self.resolve_step(seqs, tokens, num_resolved=num_told, starts=starts)
-
-    def decode_step(self, seqs: Sequence[KVSequence], tokens: Tokens) -> tuple[Growth, ...]:
-        """Advance every sequence of a decode step to the next forward pass, or none.
-
-        The forward pass has written the KV of all tokens of each sequence: they are committed. One
-        sampled token is appended to each, with a reserved slot. Equals `step` for sequences that
-        have computed all their tokens, in a shorter loop: 0.6 of its time in Python, 0.9 compiled.
-        O(sequences + new blocks).
-
-        Args:
-            seqs: open sequences, each once.
-            tokens: for each the token that was sampled.
-
-        Returns:
-            The appended blocks, in the order of the sequences; only tables that grew.
-
-        Raises:
-            OutOfBlocksError: too few blocks are free for all of them.
-            NotReservedError: a sequence has tokens without blocks, so they cannot be computed.
-            InvalidArgumentError: a sequence is given twice, or a token id is missing.
-            SequenceTooLongError: a sequence has `max_model_len` tokens already.
-            UnknownTokensError: a sequence has expected tokens that are not resolved yet.
-        """
-        sampled = pack(tokens).tolist()
-        running = self._checked_step(seqs, sampled)
-        return forward.decode_step(self.pool, running, sampled, self.max_model_len)
 
     def write_step(
         self,
@@ -832,9 +813,11 @@ class KVCacheManager:
         """
         stride = None if row_stride is None else as_int("row_stride", row_stride, 1)
         number = as_int("group", group, 0, len(self.groups) - 1)
-        each = None if counts is None else as_counts("counts", counts)
         running = as_list("seqs", seqs)
-        self._checked_step(running, [1] * len(running))
+        each = None
+        if counts is not None:
+            each = as_counts("counts", as_list("counts", counts), len(running))
+        self._check_step(running)
         write_rows(running, each, number, block_tables, slot_mapping, stride)
 
     def num_missing_blocks(
@@ -981,13 +964,10 @@ class KVCacheManager:
         check_length(total, self.max_model_len)
         return total
 
-    def _checked_step(self, seqs: Sequence[KVSequence], numbers: list[int]) -> list[KVSequence]:
-        """Return the sequences of a step as a list, after checking them."""
-        running = seqs.copy() if type(seqs) is list else as_list("seqs", seqs)
-        if len(running) != len(numbers):
-            check_lengths(len(running), numbers)  # raises
+    def _check_step(self, running: list[KVSequence]) -> None:
+        """Raise unless the sequences of a step are open, and each is there once."""
         if self._last_step == running:  # ours compare by identity; none has been closed since
-            return running
+            return
         try:
             ids = [seq.seq_id for seq in running]
             are_known = all(map(is_, map(self.sequences.get, ids), running))
@@ -999,4 +979,3 @@ class KVCacheManager:
         if len(set(ids)) != len(running):
             raise InvalidArgumentError("seqs: wanted each once, got one twice")
         self._last_step = running
-        return running

@@ -30,7 +30,7 @@ from kvcore.identity.block_hash import BlockHash, HashAlgorithm, HashChain
 from kvcore.identity.multimodal import MultimodalItem
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.groups import NEVER, LayerGroup
-from kvcore.tables.slots import check_width, int_view, put_ints, row_view, slot_of, slots_of
+from kvcore.tables.slots import check_width, int_view, put_ints, slots_of
 
 
 @final
@@ -53,7 +53,8 @@ class KVSequence:
         next_boundary: the least number of settled tokens at which a block becomes full or leaves
             a window. It is at most one more than `num_reserved_tokens`. Both are 0 while they are
             unknown; a function that removes blocks from the tables sets them to 0.
-        fast_decode_limit: a decode step of a shorter sequence only counts; 0: unknown.
+        fast_decode_limit: while fewer tokens are computed, a decode step only counts; 0: unknown,
+            or another number of tokens than one is not computed.
         owner: the manager that it is open in; None once it is closed.
         tag: free for the caller; None at first and never read here. Compiled handles cannot be
             weakly referenced, so the caller can attach data to this attribute instead.
@@ -311,94 +312,27 @@ def check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
         )
 
 
-def committable(seq: KVSequence, num_tokens: int) -> int:
-    """Return the number of computed tokens after `num_tokens` more. O(groups).
+def check_computed(seq: KVSequence, num_computed: int, num_tokens: int) -> None:
+    """Raise unless `num_computed` tokens of a sequence can be computed. O(groups).
+
+    Args:
+        seq: the sequence.
+        num_computed: the number of its first tokens.
+        num_tokens: the number of tokens that it has then.
 
     Raises:
         InvalidArgumentError: more than the sequence has.
         NotReservedError: more than it has reserved blocks for.
     """
-    computed = seq.num_computed_tokens + num_tokens
-    if computed > len(seq.packed) + seq.num_unknown_tokens:
+    before = seq.num_computed_tokens
+    if num_computed > num_tokens:
         raise InvalidArgumentError(
-            f"num_tokens: wanted at most the {seq.num_tokens - seq.num_computed_tokens} "
-            f"tokens that are not computed, got {num_tokens}"
+            f"num_tokens: wanted at most the {num_tokens - before} tokens that are not computed, "
+            f"got {num_computed - before}"
         )
     for table in seq.tables:
         room = len(table.blocks) * table.block_size
-        if computed > room:
+        if num_computed > room:
             raise NotReservedError(
-                f"commit: {computed} tokens computed, blocks reserved for {room}"
+                f"commit: {num_computed} tokens computed, blocks reserved for {room}"
             )
-    return computed
-
-
-def write_rows(
-    seqs: Sequence[KVSequence],
-    counts: list[int] | None,
-    group: int,
-    block_tables: object,
-    slot_mapping: object,
-    row_stride: int | None,
-) -> None:
-    """Write the block tables and the slot mapping of a step, or nothing.
-
-    O(blocks + slots).
-
-    Args:
-        seqs: open sequences.
-        counts: for each, the number of tokens that the step computes; None: one.
-        group: which layer group.
-        block_tables: a buffer of int32 or int64, a row for each sequence.
-        slot_mapping: a buffer of int32 or int64.
-        row_stride: entries from one row to the next; None: `block_tables` has two dimensions.
-
-    Raises:
-        NotReservedError: a sequence has no block for one of its tokens.
-        InvalidArgumentError: a buffer does not fit, there is not one count for each, or `counts`
-            is None and a sequence has more than one token to compute.
-    """
-    if counts is not None and len(counts) != len(seqs):
-        raise InvalidArgumentError(
-            f"counts: wanted one for each of {len(seqs)} sequences, got {len(counts)}"
-        )
-    slots = array("q")
-    tables: list[array[int]] = []
-    longest = 0
-    for index, seq in enumerate(seqs):
-        table = seq.tables[group]
-        start = seq.num_computed_tokens
-        stop = start + 1 if counts is None else start + counts[index]
-        if stop > len(table.blocks) * table.block_size:
-            _refuse_slots(seq, table, None if counts is None else counts[index])
-        if counts is not None:
-            slots.extend(slots_of(table.block_ids, start, stop, table.block_size))
-        elif len(seq.packed) + seq.num_unknown_tokens > stop:
-            raise InvalidArgumentError(
-                f"counts: wanted the number of tokens that this step computes for each sequence, "
-                f"got None; {seq!r} has {seq.num_tokens - start} tokens to compute"
-            )
-        else:
-            slots.append(slot_of(table.block_ids, start, table.block_size))
-        tables.append(table.block_ids)
-        longest = max(longest, len(table.block_ids))
-    rows, stride = row_view("block_tables", block_tables, row_stride, len(tables), longest)
-    room = (len(tables) - 1) * stride + len(tables[-1]) if tables else 0
-    if row_stride is not None and room > len(rows):
-        raise InvalidArgumentError(f"block_tables: wanted room for {room} entries, got {len(rows)}")
-    view = int_view("slot_mapping", slot_mapping, (4, 8), len(slots))
-    check_width("slot_mapping", view, slots)
-    put_ints(view, 0, slots)
-    for index, block_ids in enumerate(tables):
-        put_ints(rows, index * stride, block_ids)
-
-
-def _refuse_slots(seq: KVSequence, table: BlockTable, count: int | None) -> NoReturn:
-    """Raise: a table has no blocks for `count` more tokens; None: for one."""
-    if count is None:
-        raise NotReservedError(f"{seq!r} has no block for its next token: call reserve first")
-    room = len(table.blocks) * table.block_size - seq.num_computed_tokens
-    count = as_int("counts", count, 0, 2**62)  # what is beyond may be too long to print
-    raise NotReservedError(
-        f"counts: {seq!r} has blocks for {room} tokens after the computed ones, got {count}"
-    )

@@ -381,7 +381,7 @@ class Engine:
             step = self._scheduler.schedule()
             watch.scheduled(step)
             launched = self._launch(step, previous)
-            outputs = self._accept(previous)
+            outputs = self._accept(previous, advances=not self._grammars.is_used)
         except BaseException:
             self._abandon(step)
             raise
@@ -478,8 +478,11 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _accept(self, flight: Flight | None) -> list[Output]:
-        """Give the requests of a step their tokens, and end those that these end."""
+    def _accept(self, flight: Flight | None, *, advances: bool = False) -> list[Output]:
+        """Give the requests of a step their tokens, and end those that these end.
+
+        See `Scheduler.accept` for `advances`.
+        """
         if flight is None:
             return []
         streams, outputs, sampled = self._streams, [], flight.read()
@@ -492,7 +495,7 @@ class Engine:
                     tokens.pop(request.request_id, None)
                     outputs.append(self._fail(request, error))
         further = self._verify(flight, tokens) if flight.drafted else {}
-        for request in self._scheduler.accept(tokens, further):
+        for request in self._scheduler.accept(tokens, further, advances=advances):
             number = request.request_id
             stream, given = streams[number], (tokens[number], *further.get(number, ()))
             if number not in further:

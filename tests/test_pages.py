@@ -43,8 +43,8 @@ CAPABILITIES = {
     ],
     "events and snapshot": ["BlocksRemoved", "AllCleared", ".snapshot()", "fold("],
     "statistics": [".stats()", "resumed=True", "num_slots", ".lifetimes."],
-    "step batch": [".reserve_step(", ".commit_step(", ".write_step(", "row_stride="],
-    "whole step": [".step(", "num_joining=", "num_reserved=", ".decode_step("],
+    "step batch": ["StepTables(", ".write_step(", "row_stride="],
+    "whole step": [".step(", "num_known=", "num_expected=", "num_reserved="],
     "known later": [".expect(", ".resolve(", ".resolve_step(", "start="],
     "determinism": ["ranks"],
 }

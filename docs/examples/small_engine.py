@@ -284,15 +284,17 @@ class AheadEngine(StepEngine):
                 self.tell_of(request)
                 self.blocks.end(request)
         while self.running:
-            try:
-                self.kv.step(self.seqs(), todo, None)  # a token is expected of each
+            read = {id(r): token for r, token in self.unread}
+            known = [read[id(r)] for r in self.running if id(r) in read]
+            each = [int(id(r) in read) for r in self.running]
+            try:  # the tokens of the step before are known now, and one more is expected of each
+                self.kv.step(self.seqs(), todo, known, num_known=each, num_expected=1)
             except kvcore.OutOfBlocksError:
-                self.read()  # what gives way comes again with all its tokens: they must be known
+                self.tell_of(self.running[-1])  # it comes again with all its tokens
                 self.preempt(self.running[-1])
                 todo.pop()
             else:
                 break
-        self.read()
         self.unread = [(r, r.tokens[-1]) for r in self.running]
 
     def end_leases(self):

@@ -186,10 +186,10 @@ def coverage(manager: KVCacheManager) -> None:
         if (
             seq.num_reserved_tokens > room
             or is_late
-            or seq.fast_decode_limit > min(seq.num_reserved_tokens, seq.next_boundary)
+            or seq.fast_decode_limit >= max(1, min(seq.num_reserved_tokens, seq.next_boundary))
         ):
             _fail("P14", f"{seq!r}: a step would pass over the end of a block")
-        is_decoding = seq.num_computed_tokens == seq.num_tokens - 1 == len(seq.packed) - 1
+        is_decoding = seq.num_computed_tokens == seq.num_tokens - 1
         if seq.fast_decode_limit and not is_decoding:
             _fail("P14", f"{seq!r}: a decode step would count more than one token")
         if longest is not None and (

@@ -28,6 +28,7 @@ class BlockTable:
         blocks: its blocks in order, the null block for released ones.
         num_null: the number of leading null entries.
         num_published: the number of leading published entries, null ones included.
+        num_changes: how often entries were appended, removed or replaced by others than null.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class BlockTable:
         "chunk",
         "forgets",
         "group",
+        "num_changes",
         "num_null",
         "num_published",
         "window",
@@ -52,6 +54,7 @@ class BlockTable:
         self._ids: array[int] | None = None
         self.num_null = 0
         self.num_published = 0
+        self.num_changes = 0
 
     def num_missing(self, num_tokens: int) -> int:
         """Return the number of missing blocks for `num_tokens` tokens. O(1)."""
@@ -109,8 +112,12 @@ class BlockTable:
 
     def grow(self, blocks: list[Block]) -> tuple[BlockId, ...]:
         """Append blocks; return their ids. O(len(blocks))."""
-        appended = tuple([block.id_object for block in blocks])
+        if len(blocks) == 1:  # a decode step has many of these
+            appended: tuple[object, ...] = (blocks[0].id_object,)
+        else:
+            appended = tuple([block.id_object for block in blocks])
         self.blocks += blocks
+        self.num_changes += 1
         return appended  # type: ignore[return-value]  # they are ints
 
     def start(self, null: Block, num_null: int, blocks: list[Block]) -> None:
@@ -119,6 +126,7 @@ class BlockTable:
         self.blocks += blocks
         self.num_null = num_null
         self.num_published = len(self.blocks)
+        self.num_changes += 1
 
     def renew(self, blocks: list[Block], num_null: int, num_published: int) -> None:
         """Replace the entries; the first `num_null` are null. Cannot fail."""
@@ -126,6 +134,7 @@ class BlockTable:
         self._ids = None
         self.num_null = num_null
         self.num_published = num_published
+        self.num_changes += 1
 
     def beyond(self, keep: int) -> list[Block]:
         """Return the blocks after the first `keep` entries, in order: those that `cut` removes."""
@@ -133,6 +142,8 @@ class BlockTable:
 
     def cut(self, keep: int) -> None:
         """Keep the first `keep` entries. Cannot fail."""
+        if keep < len(self.blocks):
+            self.num_changes += 1
         del self.blocks[keep:]
         if self._ids is not None and len(self._ids) > keep:
             try:

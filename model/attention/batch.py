@@ -1,7 +1,7 @@
 """The bridge from the block tables of the control plane to the tensors of a step.
 
-Decides: the order of a step's tokens (chunk after chunk), where each tensor is allocated, and which
-rows of the block tables are rewritten. Only this file sees both block tables and tensors.
+Decides: the order of a step's tokens (chunk after chunk), and where each tensor is allocated. Only
+this file sees both block tables and tensors.
 
 Invariants: the tensors of a step do not depend on earlier steps, except for block table entries
 that no kernel reads; rows are padded with the null block, which is never written. Buffers are
@@ -163,45 +163,29 @@ class _Buffer:
 
 
 class _Tables:
-    """The block tables of one KV cache group, kept from step to step: one row per sequence.
-
-    The table of a running sequence only grows, so a row is written for a new sequence, and again
-    when it gets a block; entries outside a window may be out of date, because no kernel reads them.
-    Blocks for draft tokens may be freed and replaced, so such entries are rewritten after the step.
-    """
+    """The block tables of one KV cache group, kept from step to step: one row per sequence."""
 
     def __init__(self, group: int, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._sequences: list[kvcore.KVSequence] = []  # of each row
-        self._filled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # valid entries of each row
-        self._shaped: Tensor = torch.empty(0)  # the rows as last sent
+        self._sequences: Sequence[kvcore.KVSequence] = ()  # of each row
         self._run: Shared | None = None  # of these sequences; None: not computed
-        self._allocate(8, 16)
+        self._rows = kvcore.StepTables(self._allocate, group)
+        self._shaped = self._tensor  # the rows as last sent
 
-    def update(
-        self, sequences: Sequence[kvcore.KVSequence], lengths: NDArray[np.int64]
-    ) -> NDArray[np.int32]:
-        """Write a row for each sequence, in order, up to its length. O(rows + changes).
+    def update(self, sequences: list[kvcore.KVSequence]) -> NDArray[np.int32]:
+        """Write the rows that changed since the last step. O(rows + changes).
 
         Args:
             sequences: each once.
-            lengths: [num_seqs], the tokens that each has reserved.
 
         Returns:
             The tables, [num_seqs, at least the blocks of any sequence].
         """
-        self._arrange(list(sequences))
-        block_size = sequences[0].tables[self._group].block_size
-        needed = -(-lengths // block_size)
-        for row in np.flatnonzero(self._filled < needed).tolist():
-            self._write(row, sequences[row].tables[self._group].block_ids)
+        if self._rows.update(sequences):
+            self._run = None
+        self._sequences = sequences
         return self._table[: len(sequences)]
-
-    def expire(self, row: int, num_tokens: int) -> None:
-        """Rewrite the entries of a row beyond `num_tokens` when they are next needed. O(1)."""
-        block_size = self._sequences[row].tables[self._group].block_size
-        self._filled[row] = min(int(self._filled[row]), -(-num_tokens // block_size))
 
     def shared_prefix(
         self, starts: NDArray[np.int64], worth: Worth
@@ -216,7 +200,7 @@ class _Tables:
         """
         if self._run is None:
             rows = len(self._sequences)
-            self._run = shared_run(self._table[:rows], self._filled[:rows])
+            self._run = shared_run(self._table[:rows], np.array(self._rows.lengths))
         first, count, blocks = self._run
         if not count:
             return None
@@ -227,42 +211,19 @@ class _Tables:
         return backends.SharedPrefix(first, count, tokens)
 
     def shaped(self) -> Tensor:
-        """The rows as wide as the widest; for a GPU wider, so that they are contiguous. O(1)."""
+        """The rows as wide as the widest; for a GPU wider, so that they are contiguous. O(rows)."""
         is_read_here = self._device.type == "cpu"
-        width = int(self._filled.max()) if is_read_here else self._tensor.shape[1]
+        width = max(self._rows.lengths) if is_read_here else self._tensor.shape[1]
         if self._shaped.shape != (len(self._sequences), width):
             self._shaped = self._tensor[: len(self._sequences), :width]
         return self._shaped
 
-    def _arrange(self, sequences: list[kvcore.KVSequence]) -> None:
-        """Move the rows of known sequences to their new places; other rows become empty."""
-        if sequences == self._sequences:
-            return
-        rows = {sequence: row for row, sequence in enumerate(self._sequences)}
-        sources = np.array([rows.get(sequence, -1) for sequence in sequences])
-        table, filled = self._table, np.append(self._filled, 0)  # -1 is the one at the end
-        if len(sequences) > len(table):
-            self._allocate(max(len(sequences), 2 * len(table)), table.shape[1])
-        self._table[: len(sequences)] = table[sources]
-        self._filled = filled[sources]
-        self._sequences = sequences
-        self._run = None
-
-    def _write(self, row: int, block_ids: Sequence[int]) -> None:
-        count, (num_rows, width) = len(block_ids), self._table.shape
-        if count > width:
-            before = self._table
-            self._allocate(num_rows, max(count, 2 * width))
-            self._table[:, :width] = before
-        self._table[row, :count] = block_ids
-        self._table[row, count:] = 0
-        self._filled[row] = count
-
-    def _allocate(self, num_rows: int, width: int) -> None:
+    def _allocate(self, num_rows: int, width: int) -> NDArray[np.int32]:
         is_pinned = self._device.type == "cuda"
         self._tensor = torch.zeros((num_rows, width), dtype=torch.int32, pin_memory=is_pinned)
         self._table: NDArray[np.int32] = self._tensor.numpy()
         self._shaped = self._tensor
+        return self._table
 
 
 class BatchBuilder:
@@ -273,7 +234,6 @@ class BatchBuilder:
         num_groups: KV cache groups.
         chunks: for each group the chunk of its layers; None: no chunks.
         worth: for each group when a shared prefix is passed on; None: never.
-        is_ahead: whether computed tokens may be taken back with their blocks, as by a draft model.
     """
 
     def __init__(
@@ -282,10 +242,7 @@ class BatchBuilder:
         num_groups: int = 1,
         chunks: Sequence[int | None] | None = None,
         worth: Sequence[Worth | None] | None = None,
-        *,
-        is_ahead: bool = False,
     ) -> None:
-        self._is_ahead = is_ahead
         self._chunks = chunks or [None] * num_groups
         self._worth = worth or [None] * num_groups
         self._input_ids = _Buffer(torch.int64, device)
@@ -339,7 +296,7 @@ class BatchBuilder:
         max_seq_len = int(lengths.max())
         paged = []
         for group, tables in enumerate(self._tables):
-            table = tables.update(sequences, lengths)
+            table = tables.update(sequences)
             slots = self._slot_mappings[group]
             block_size = sequences[0].tables[group].block_size
             slots.view(num_tokens)[:] = _slots(table, rows, positions, block_size)
@@ -363,7 +320,6 @@ class BatchBuilder:
                     kept={},
                 )
             )
-        self._expire_drafts(step.chunks if self._is_ahead or any(drafts) else ())
         return StepTensors(
             input_ids=self._input_ids.shaped(1, num_tokens),
             position_ids=self._position_ids.shaped(1, num_tokens),
@@ -372,11 +328,6 @@ class BatchBuilder:
             sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
             is_long=_long_tokens(requests, rows),
         )
-
-    def _expire_drafts(self, chunks: Sequence[Chunk]) -> None:
-        for row, chunk in enumerate(chunks):
-            for tables in self._tables if self._is_ahead or chunk.drafts else ():
-                tables.expire(row, len(chunk.request.tokens))
 
     def _write_sources(
         self,

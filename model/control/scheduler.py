@@ -34,15 +34,25 @@ Does not know: torch, text, how a token is computed or sampled, how a block is c
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from operator import attrgetter
 
 import kvcore
 from model.control.admission import Admission
 from model.control.config import SchedulerConfig
 from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import FinishReason, Request, Status
-from model.control.step import Chunk, SchedulerStats, Step, Transfer, drafts_of, samplers
+from model.control.step import (
+    Chunk,
+    SchedulerStats,
+    Step,
+    Transfer,
+    check_drawn,
+    check_held,
+    drafts_of,
+    samplers,
+)
 from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerStateError
 
 
@@ -75,6 +85,7 @@ class Scheduler:
         self._no_room: tuple[Request, int, kvcore.Plan] | None = None  # who, its length, its plan
         self._in_flight: Step | None = None
         self._expecting: tuple[Request, ...] = ()  # what the last step samples, unread
+        self._read: dict[Request, int] = {}  # tokens that sequences get when the next step advances
         self._drafts: dict[int, tuple[int, ...]] = {}  # draft tokens that it verifies, likewise
 
     @property
@@ -177,6 +188,9 @@ class Scheduler:
             if request in queue:  # of none, if a plan was broken off while it changed its place
                 queue.remove(request)
         self._admission.drop_copy(request)
+        token = self._read.pop(request, None)
+        if token is not None:
+            self._kv.resolve(request.running_sequence, [token])
         sequence = request.finish(reason)
         if sequence is not None:
             self._kv.close(sequence)
@@ -242,9 +256,14 @@ class Scheduler:
         kept = first is not None and (not decodes or decodes[0][0] is not first)
         decodes = decodes[: self._budget - kept]
         # Inside a block of every group there is room: the token before has it too.
-        growing = [sequence for _, sequence, start in decodes if start % self._stride == 0]
+        growing = [
+            sequence
+            for _, sequence, start in decodes
+            if start % self._stride == 0 and start >= sequence.num_reserved_tokens
+        ]
         try:
-            self._kv.reserve_step(growing, [1] * len(growing))
+            if growing:
+                self._kv.step(growing, 0, num_known=0, num_reserved=1)
         except kvcore.OutOfBlocksError:
             for request, _, _ in decodes:
                 if request.status is Status.RUNNING:
@@ -491,8 +510,8 @@ class Scheduler:
         """
         self._check_in_flight(step)
         live = step.running()
-        _check_drawn(samplers(live), sampled)
-        _check_held(drafts_of(live), samplers(live), sampled, further or {})
+        check_drawn(samplers(live), sampled)
+        check_held(drafts_of(live), samplers(live), sampled, further or {})
         orders = self._advance(step, live)
         self.accept(sampled, further)
         return orders
@@ -550,7 +569,11 @@ class Scheduler:
         self._drafts, self._expecting = {}, ()  # no request is left to take a token
 
     def accept(
-        self, sampled: Mapping[int, int], further: Mapping[int, Sequence[int]] | None = None
+        self,
+        sampled: Mapping[int, int],
+        further: Mapping[int, Sequence[int]] | None = None,
+        *,
+        advances: bool = False,
     ) -> list[Request]:
         """Hand out the tokens of the step that was advanced last. O(num_sampled).
 
@@ -560,6 +583,8 @@ class Scheduler:
             sampled: request_id -> the token drawn for it, for everyone who still expects one.
             further: request_id -> the tokens drawn behind that one, where the drafts between them
                 held (`drafts.held` tells).
+            advances: `advance` follows, with the next step: the sequences get the tokens there, in
+                one call with all that this step computes. Until then `Request.tokens` lacks them.
 
         Returns:
             Those who did, in the order of the step; some may have finished by it.
@@ -569,20 +594,19 @@ class Scheduler:
                 changed.
         """
         expecting = [request for request in self._expecting if request.is_expecting]
-        _check_drawn(expecting, sampled)
+        check_drawn(expecting, sampled)
         further = further or {}
         if further:
-            _check_held(self._drafts, expecting, sampled, further)
+            check_held(self._drafts, expecting, sampled, further)
         self._expecting = ()
-        running, tokens = [], []
-        for request in expecting:
-            token = sampled[request.request_id]
+        self._read = {r: sampled[r.request_id] for r in expecting if r.sequence is not None}
+        for request in expecting if len(self._read) < len(expecting) else ():
             if request.sequence is None:
-                request.tell(token)
-            else:
-                running.append(request.sequence)
-                tokens.append(token)
-        self._kv.resolve_step(running, tokens)
+                request.tell(sampled[request.request_id])
+        if not advances:
+            sequences = [request.running_sequence for request in self._read]
+            self._kv.resolve_step(sequences, list(self._read.values()))
+            self._read = {}
         if self._drafts:
             self._accept_drafts(expecting, further)
             self._drafts = {}
@@ -604,20 +628,32 @@ class Scheduler:
     def _commit(self, chunks: Sequence[Chunk]) -> None:
         """What was planned is computed, and each that samples expects a token.
 
-        There is room for that token when it is planned to be computed.
+        Tokens that were read become known in the same call, and with them the expected ones get
+        room, if blocks are free; otherwise they get it when they are planned.
         """
-        if not chunks:
-            return
-        requests, _, computed, samples, _, drafts = zip(*chunks, strict=True)
-        if any(drafts):  # which of them hold is not known yet
-            computed = tuple([chunk.num_known for chunk in chunks])
-        self._kv.step(
-            [sequence for request in requests if (sequence := request.sequence) is not None],
-            computed,
-            None,
-            num_joining=None if all(samples) else [int(one) for one in samples],
-            num_reserved=[0] * len(chunks),
-        )
+        read, self._read = self._read, {}
+        requests = [chunk.request for chunk in chunks]
+        # Which drafts hold is not known yet. The last token of a request is never computed.
+        computed = [chunk.num_tokens - len(chunk.drafts) for chunk in chunks]
+        expected = [int(chunk.samples) for chunk in chunks]
+        rooms = [
+            int(chunk.samples and chunk.start + count + 1 < chunk.request.max_total_tokens)
+            for chunk, count in zip(chunks if read else (), computed, strict=False)
+        ]
+        known = [1] * len(chunks)
+        if [*read] != requests:
+            planned = {*requests}
+            requests += [request for request in read if request not in planned]
+            known = [int(request in read) for request in requests]
+        none = [0] * len(requests)
+        columns = [(column + none)[: len(none)] for column in (computed, expected, rooms)]
+        seqs = [request.running_sequence for request in requests]
+        tokens = [read[request] for request in requests if request in read]
+        step = partial(self._kv.step, seqs, columns[0], tokens, num_known=known)
+        try:
+            step(num_expected=columns[1], num_reserved=columns[2])
+        except kvcore.OutOfBlocksError:  # `schedule` finds room for them, or preempts
+            step(num_expected=columns[1], num_reserved=0)
 
     def _accept_drafts(
         self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]
@@ -629,9 +665,8 @@ class Scheduler:
             if sequence is None or not drafts:
                 continue
             if more:
-                self._kv.step(
-                    [sequence], [len(more)], more, num_joining=[len(more)], num_reserved=[0]
-                )
+                count = len(more)
+                self._kv.step([sequence], count, more, num_known=count, num_reserved=0)
                 self.stats.num_accepted_tokens += len(more)
             self._kv.truncate(sequence, sequence.num_tokens)  # room that was for the others
 
@@ -673,28 +708,4 @@ class Scheduler:
             )
 
 
-def _check_held(
-    drafts: Mapping[int, tuple[int, ...]],
-    requests: Iterable[Request],
-    sampled: Mapping[int, int],
-    further: Mapping[int, Sequence[int]],
-) -> None:
-    """Raise unless what is told was drawn behind drafts that held, and nothing behind an end."""
-    for request in requests if further else ():
-        number = request.request_id
-        tokens = [sampled[number], *further.get(number, ())][:-1]
-        if tokens != [*drafts.get(number, ())[: len(tokens)]] or any(map(request.ends_by, tokens)):
-            raise SchedulerStateError(
-                f"further: wanted accepted draft tokens of {request!r}, got what follows {tokens}"
-            )
-
-
-def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> None:
-    """Raise unless there is a token for each of them."""
-    for request in requests:
-        if request.request_id not in sampled:
-            raise SchedulerStateError(f"sampled: no token for {request!r}")
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
+_order = attrgetter("order")

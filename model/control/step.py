@@ -6,12 +6,13 @@ host copy, which belongs to the `BlockMover` that carries out the transfers.
 Does not know: how the plan came about (`scheduler.py`), or how it is computed (`batch.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import kvcore
 from model.control.request import HostCopy, Request
+from model.errors import SchedulerStateError
 
 
 class Chunk(NamedTuple):
@@ -108,6 +109,29 @@ def samplers(chunks: Sequence[Chunk]) -> list[Request]:
 def drafts_of(chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
     """request_id -> its draft tokens, of the requests that have any."""
     return {chunk.request.request_id: chunk.drafts for chunk in chunks if chunk.drafts}
+
+
+def check_held(
+    drafts: Mapping[int, tuple[int, ...]],
+    requests: Iterable[Request],
+    sampled: Mapping[int, int],
+    further: Mapping[int, Sequence[int]],
+) -> None:
+    """Raise unless what is told was drawn behind drafts that held, and nothing behind an end."""
+    for request in requests if further else ():
+        number = request.request_id
+        tokens = [sampled[number], *further.get(number, ())][:-1]
+        if tokens != [*drafts.get(number, ())[: len(tokens)]] or any(map(request.ends_by, tokens)):
+            raise SchedulerStateError(
+                f"further: wanted accepted draft tokens of {request!r}, got what follows {tokens}"
+            )
+
+
+def check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> None:
+    """Raise unless there is a token for each of them."""
+    for request in requests:
+        if request.request_id not in sampled:
+            raise SchedulerStateError(f"sampled: no token for {request!r}")
 
 
 @dataclass(slots=True)

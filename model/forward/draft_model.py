@@ -95,7 +95,6 @@ class DraftModel:
             self._kv.groups,
             max_sampled=config.max_num_seqs,
             is_late=True,
-            is_ahead=True,
             sanitizer=watch if isinstance(watch, SanitizedBackend) and beside is None else None,
             drawn=None if beside is None else beside.drawn,
         )
@@ -255,9 +254,9 @@ class DraftModel:
         self._kv.step(
             sequences,
             [chunk.num_tokens for chunk in chunks],
-            None,
-            num_joining=[int(chunk.samples) for chunk in chunks],
-            num_reserved=[0] * len(chunks),
+            num_known=0,
+            num_expected=[int(chunk.samples) for chunk in chunks],
+            num_reserved=0,
         )
         while sampling := tuple([own for own, most in asking if most > len(flights)]):
             if len(flights) > 1:  # of three passes the first is done: its buffers are free

@@ -105,7 +105,6 @@ class StepRunner:
         is_late: whether steps are sent before the tokens of the previous one are read.
         sanitizer: the backend, if it checks each step.
         drawn: a shared buffer for drawn tokens; None: a buffer of its own.
-        is_ahead: see `BatchBuilder`.
     """
 
     def __init__(
@@ -119,7 +118,6 @@ class StepRunner:
         is_late: bool,
         sanitizer: SanitizedBackend | None = None,
         drawn: Tensor | None = None,
-        is_ahead: bool = False,
     ) -> None:
         self._network = network
         self._sanitizer = sanitizer
@@ -127,8 +125,7 @@ class StepRunner:
         self._sampler = sampler
         chunks, worth = network.layout.chunks, network.shared_worth()
         self._builders = [
-            BatchBuilder(network.device, len(groups), chunks, worth, is_ahead=is_ahead)
-            for _ in range(1 + is_late)
+            BatchBuilder(network.device, len(groups), chunks, worth) for _ in range(1 + is_late)
         ]
         self._is_late = is_late
         if drawn is None:

@@ -46,11 +46,10 @@ LINKS = {
     "BlockPool.unpublish",
     "_add",
     "BlockPool._hold_again",
-    "_leave_step",
-    "_find_stop",
-    "BlockTable.next_pass",
-    "_assign",
+    "_uncount",
+    *(f"_Change.{name}" for name in ("undo", "settle", "complete", "_assign")),
     "_set",
+    "BlockTable.next_pass",
     "cut_tables",
 }
 # What looks at a state, and is not part of any verb.
@@ -264,7 +263,7 @@ class Faults:
 CACHES = {
     "Node": {"name", "last_child", "children"},
     "Block": {"name", "last_child", "children"},
-    "BlockTable": {"_ids"},
+    "BlockTable": {"_ids", "num_changes"},  # which says only: look again
     "KVCacheManager": {"_last_step"},
     "KVSequence": {"chain", "due", "room", "stop"},
     "ContentTree": {"_spare"},

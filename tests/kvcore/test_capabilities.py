@@ -475,7 +475,7 @@ def test_a_step_takes_each_sequence_once_and_one_number_for_each():
     seq = filled(kv, range(4))
     with pytest.raises(kvcore.InvalidArgumentError, match="wanted each once"):
         kv.reserve_step([seq, seq], [1, 1])
-    with pytest.raises(kvcore.InvalidArgumentError, match="one number for each of 1"):
+    with pytest.raises(kvcore.InvalidArgumentError, match="one for each of 1"):
         kv.commit_step([seq], [])
 
 

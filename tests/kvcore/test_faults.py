@@ -116,11 +116,15 @@ VERBS = {
         f.sequence(s.twin, s.child, s.fresh, s.parent),
         f.sequence(4, f.integer(6), 9, 0),
         f.sequence(1, f.integer(2), 3),
-        num_joining=f.sequence(0, f.integer(1), 2, 0),
+        num_known=f.sequence(0, f.integer(1), 2, 0),
         num_reserved=f.sequence(5, 1, f.integer(3), 0),
     ),
     "a step ahead": lambda s, f: s.kv.step(
-        f.sequence(s.ahead, s.fresh, s.parent), f.sequence(2, f.integer(9), 7), None
+        f.sequence(s.ahead, s.fresh, s.parent),
+        f.sequence(2, f.integer(9), 7),
+        f.sequence(5, f.integer(6)),
+        num_known=f.sequence(2, 0, 0),
+        num_expected=f.sequence(f.integer(3), 1, 1),
     ),
     "expect": lambda s, f: s.kv.expect(s.ahead, f.integer(2)),
     "resolve": lambda s, f: s.kv.resolve(
@@ -251,12 +255,12 @@ def test_every_kind_of_place_is_tried(faults):
 
 
 def test_a_verb_that_changes_before_it_has_allocated_is_seen(faults, monkeypatch):
-    def take_first(pool, seq, num_tokens):
+    def take_first(pool, seq, num_tokens, longest):
         for table in seq.tables:
             table.grow(pool.take(table.num_missing(num_tokens)))
         return ()
 
-    monkeypatch.setattr(forward, "_grow_tables", take_first)
+    monkeypatch.setattr(forward, "grow", take_first)
     torn, _ = interruptions(VERBS["reserve, one block"], "full and window", faults)
     assert {"BlockTable.grow", "table.blocks"} <= set(torn)
     assert "BlockPool.take" in torn  # the second group's, after the first group's came through

@@ -274,9 +274,6 @@ def test_what_cannot_be_gone_through_is_refused(wrong):
         ],
         "block_ids": [lambda: kv.fail_blocks(wrong)],
     }
-    if wrong is not None:  # of each sequence one
-        calls["num_tokens"] = [lambda: kv.commit_step([seq], wrong)]
-        calls["num_reserved"] = [lambda: kv.step([seq], [0], [1], num_reserved=wrong)]
     for name, each in calls.items():
         for call in each:
             with pytest.raises(kvcore.InvalidArgumentError, match=f"{name}: wanted a sequence"):

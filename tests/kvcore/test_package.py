@@ -90,7 +90,7 @@ def test_former_methods_and_arguments_still_work_and_warn():
     kv = kvcore.KVCacheManager(9, 2, record_events="xxh3-128")
     seq, other = kv.open([1, 2]), kv.open([3, 4])
     kv.reserve_step([seq, other], [3, 3])
-    with pytest.warns(DeprecationWarning, match="num_reserved"):
+    with pytest.warns(DeprecationWarning, match="num_expected"):
         kv.step([seq, other], [2, 2], None, room=[1, 1])
     with pytest.warns(DeprecationWarning, match="num_unknown_tokens"):
         assert seq.num_untold_tokens == 1

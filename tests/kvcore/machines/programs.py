@@ -29,9 +29,10 @@ def programs(seed, count):
         }
         prompts = [
             with_image([number] * choice(range(1, 14)), choice([None, None, IMAGE]))
-            for number in range(choice([1, 2, 2]))
+            for number in range(choice([1, 2, 3]))
         ]
         runs = [[choice(FORMS)] * choice([1, 1, 2, 3]) for _ in range(6)]
+        runs.append([choice(["ahead", "ahead", "decode", "some ahead"])] * choice([0, 0, 6]))
         moves = [
             (
                 choice([1, 1, 1, 0, 2, 3]),
@@ -54,6 +55,7 @@ def run_programs(seed, count):
         try:
             machine.serve(forms, moves, computed, token=1)
             share(machine, moves[0][0])
+            turn(machine)
             outlook(machine, prompts[0], moves)
             expire(machine, moves)
         except Exception as error:
@@ -68,6 +70,17 @@ def share(machine, number):
         machine.naive.lease(entry[1], None)
     for entry in machine.live[number:]:
         machine.fork(entry)
+
+
+def turn(machine):
+    """The rows of a step go with their sequences to other places; some of them shrink."""
+    live = machine.live
+    for order in (live, live[::-1], live[1:], live[1:] + live[:1], live):
+        for number, rows in enumerate(machine.rows):
+            rows.check(order, number)
+    for entry in live:
+        machine.truncate(entry, len(entry[1].tokens) // 2)
+        machine.agree()
 
 
 def outlook(machine, prompt, moves):

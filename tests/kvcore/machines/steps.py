@@ -11,8 +11,10 @@ from tests.kvcore.machines.loads import LoadRules
 from tests.kvcore.machines.refusal import refused
 
 MOVES = st.tuples(
-    st.lists(st.integers(0, 2), max_size=4),  # what joins
+    st.integers(0, 3),  # how many expected tokens are read
+    st.lists(st.integers(0, 2), max_size=4),  # what joins, if all of them are
     st.integers(0, 9),  # how much was computed
+    st.lists(st.integers(0, 2), max_size=2),  # what is expected then
     st.integers(0, 9),  # room for the next pass
 )
 
@@ -27,6 +29,9 @@ FORMS = (
     "decoder",
     "told for all",
     "later",
+    "ahead",
+    "ahead",
+    "some ahead",
     "read",
     "decode",
     "decode",
@@ -42,26 +47,22 @@ class StepRules(LoadRules):
     @rule(
         moves=st.lists(MOVES, min_size=1, max_size=4),
         first=st.integers(0, 3),
-        is_told=st.booleans(),
         room_for_all=st.booleans(),
     )
-    def mixed_step(self, moves, first, is_told, room_for_all):
-        """Any sequences go forward by any numbers, in one call."""
+    def mixed_step(self, moves, first, room_for_all):
+        """Any sequences go forward by any numbers: some read, some compute, some do both."""
         step = [e for e in self.live[first:] if len(e[1].all_tokens()) < 36][: len(moves)]
-        moves = [
-            (self.joins(e, joins, is_told), computed, room)
-            for e, (joins, computed, room) in zip(step, moves, strict=False)
-        ]
-        moves = [
-            (joins, min(c, self.most(e, joins)), room)
-            for e, (joins, c, room) in zip(step, moves, strict=True)
-        ]
-        self.go(step, moves, is_told=is_told, room_for_all=room_for_all)
+        going = []
+        for entry, (told, joins, computed, later, room) in zip(step, moves, strict=False):
+            read = min(told, len(entry[1].future))
+            known = self.joins(entry, joins, read)
+            going.append((read, known, min(computed, self.most(entry, known)), later, room))
+        self.go(step, going, room_for_all=room_for_all)
 
     @staticmethod
-    def joins(entry, joins, is_told):
-        """Known tokens cannot follow expected ones."""
-        return [] if is_told and entry[1].future else joins
+    def joins(entry, joins, told):
+        """Known tokens join only where all expected ones are read."""
+        return joins if told == len(entry[1].future) else []
 
     def most(self, entry, joins):
         """How much of a sequence can have been computed, once these have joined."""
@@ -69,40 +70,56 @@ class StepRules(LoadRules):
         length = len(naive.all_tokens()) + len(joins)
         return max(0, min(length, self.naive.room(naive)) - naive.computed)
 
-    def go(self, step, moves, *, is_told, room_for_all=False):
+    def go(self, step, moves, *, room_for_all=False):
         """One step; returns whether there was room for it."""
-        reals = [real for real, _, _ in step]
-        lengths = [
-            len(e[1].all_tokens()) + len(joins)
-            for e, (joins, _, _) in zip(step, moves, strict=True)
+        known = [
+            [*naive.future[:told], *joins]
+            for (_, naive, _), (told, joins, *_) in zip(step, moves, strict=True)
         ]
-        totals = [
-            length if room_for_all else e[1].computed + computed + room
-            for e, (_, computed, room), length in zip(step, moves, lengths, strict=True)
-        ]
-        joining = [token for joins, _, _ in moves for token in joins]
+
+        def each(numbers):
+            """One number for all where that says the same, in half of the steps."""
+            return numbers[0] if len({*numbers}) == 1 and sum(map(len, known)) % 2 else numbers
+
         call = functools.partial(
             self.kv.step,
-            reals,
-            [computed for _, computed, _ in moves],
-            joining if is_told else None,
-            num_joining=[len(joins) for joins, _, _ in moves],
-            num_reserved=None if room_for_all else [room for _, _, room in moves],
+            [real for real, _, _ in step],
+            each([computed for _, _, computed, _, _ in moves]),
+            [token for tokens in known for token in tokens],
+            num_known=each([len(tokens) for tokens in known]),
+            num_expected=each([len(later) for *_, later, _ in moves]),
+            num_reserved=None if room_for_all else each([room for *_, room in moves]),
         )
-        errors = self.errors(step, totals)
+        return self.take(step, moves, call, [], room_for_all=room_for_all)
+
+    def take(self, step, moves, call, errors, *, room_for_all):
+        """A step as the verbs of each sequence would do it, room first; or its refusal."""
+        lengths = [
+            len(naive.all_tokens()) + len(joins) + len(later)
+            for (_, naive, _), (_, joins, _, later, _) in zip(step, moves, strict=True)
+        ]
+        totals = [
+            length if room_for_all else naive.computed + computed + room
+            for (_, naive, _), (_, _, computed, _, room), length in zip(
+                step, moves, lengths, strict=True
+            )
+        ]
+        errors += self.errors(step, totals)
         if any(map(self.too_long, lengths)):
             errors.append(kvcore.SequenceTooLongError)
         if errors:
             refused("P13", tuple(errors), self.view, call)
             return False
-        for (_, naive, _), (joins, _, _) in zip(step, moves, strict=True):
-            (naive.tokens if is_told else naive.future).extend(joins)
-        for entry, (_, computed, _) in zip(step, moves, strict=True):
+        for entry, (told, joins, computed, later, _) in zip(step, moves, strict=True):
+            naive = entry[1]
+            naive.tokens += [*naive.future[:told], *joins]
+            naive.future[:told] = []
             self.write(entry, computed)
+            naive.future += later
         self.deliver(step, call())
         for (_, naive, _), total in zip(step, totals, strict=True):
             self.naive.reserve(naive, total - naive.computed)
-        for (_, naive, _), (_, computed, _) in zip(step, moves, strict=True):
+        for (_, naive, _), (_, _, computed, _, _) in zip(step, moves, strict=True):
             self.naive.commit(naive, computed)
         self.agree()
         return True
@@ -115,74 +132,78 @@ class StepRules(LoadRules):
         token=st.integers(0, 2),
     )
     def serve(self, forms, moves, begins, token):
-        """Steps of an engine, each in another form, for one or two sequences."""
-        while len(self.live) > 2 and len(self.naive.pool.order()) < 2 * len(self.groups):
+        """Steps of an engine, each in another form, for a few sequences."""
+        while len(self.live) > 3 and len(self.naive.pool.order()) < 2 * len(self.groups):
             self.end(self.live[-1])
         for entry in self.live[:begins]:
             self.run(entry)
         for turn, form in enumerate(forms):
-            step = [e for e in self.live[:2] if len(e[1].all_tokens()) < 36]
+            step = [e for e in self.live[:3] if len(e[1].all_tokens()) < 36]
             tokens = [turn % 3, 0, token, 1, 2]
             mine = [moves[(turn + place) % len(moves)] for place in range(len(step))]
-            if form == "decoder":  # with room for drafts, often
-                mine = [(1, 1, room) for _, _, room in mine]
-            joining = [
-                self.joins(entry, tokens[:joins], is_told=form != "later")
-                for entry, (joins, _, _) in zip(step, mine, strict=True)
-            ]
-            most = [
-                max(0, self.most(entry, [] if form == "commit" else joins) - left)
-                for entry, joins, (_, left, _) in zip(step, joining, mine, strict=True)
-            ]
-            rooms = [room for _, _, room in mine]
             if form == "decode":
-                self.decode_all(step, tokens[: len(step)])
+                self.decode_all(step, tokens)
             elif form == "read":
                 self.read(step, 1 + turn % 3)
             elif form == "make room":
-                self.reserve_all(step, rooms)
+                self.reserve_all(step, [room for _, _, room in mine])
             elif form == "commit":
-                self.commit_all(step, most)
+                counts = [
+                    max(0, self.most(e, []) - left)
+                    for e, (_, left, _) in zip(step, mine, strict=True)
+                ]
+                self.commit_all(step, counts)
             else:
-                going = list(zip(joining, most, rooms, strict=True))
-                is_told, for_all = form != "later", form == "told for all"
-                self.go(step, going, is_told=is_told, room_for_all=for_all)
+                going = [
+                    self.turn(entry, form, place, tokens, mine[place])
+                    for place, entry in enumerate(step)
+                ]
+                self.go(step, going, room_for_all=form == "told for all")
+
+    def turn(self, entry, form, place, tokens, move):
+        """What one sequence does in a step of a form: read, join, compute, expect and reserve."""
+        joins, left, room = move
+        if form == "later":
+            return 0, [], max(0, self.most(entry, []) - left), tokens[:joins], room
+        if form == "decoder":  # with room for drafts, often
+            joins, left = 1, 1
+        told, later = min(joins, len(entry[1].future)), []
+        if form == "ahead" or (form == "some ahead" and (place or left)):
+            told, joins, later = min(1, len(entry[1].future)), 1, tokens[1:2]
+        known = self.joins(entry, tokens[: max(0, joins - told)], told)
+        most = self.most(entry, known)
+        count = min(1, most) if later else max(0, most - left)
+        return told, known, count, later, room
 
     @precondition(lambda self: self.live)
     @rule(token=st.integers(0, 2), steps=st.integers(1, 6))
     def decode_at_once(self, token, steps):
         """Whole decode steps in one call each, of everything that has room for what it has."""
         for _ in range(steps):
-            fits = [min(40, self.naive.room(e[1])) for e in self.told()]
             step = [
-                e for e, most in zip(self.told(), fits, strict=True) if 0 < len(e[1].tokens) <= most
+                e for e in self.live if 0 < len(e[1].all_tokens()) <= min(40, self.naive.room(e[1]))
             ]
             if not self.decode_all(step, [token] * len(step)):
                 return
 
     def decode_all(self, step, tokens):
-        """A decode step in one call, or its refusal: a token is unknown or has no room."""
-        reals = [real for real, _, _ in step]
-        todo = [len(naive.tokens) - naive.computed for _, naive, _ in step]
-        errors = self.errors(step, [len(naive.tokens) + 1 for _, naive, _ in step])
-        if any(naive.future for _, naive, _ in step):
-            errors.append(kvcore.UnknownTokensError)
-        if any(self.naive.room(naive) < len(naive.tokens) for _, naive, _ in step):
-            errors.append(kvcore.NotReservedError)
-        decode = functools.partial(self.kv.decode_step, reals, tokens)
-        if errors:
-            refused("P13", tuple(errors), self.view, decode)
-            return False
-        for entry, count in zip(step, todo, strict=True):
-            self.write(entry, count)
-        self.deliver(step, decode())
-        for (_, naive, _), count in zip(step, todo, strict=True):
-            self.naive.reserve(naive, count + 1)
-        for (_, naive, _), count, token in zip(step, todo, tokens, strict=True):
-            self.naive.commit(naive, count)
-            naive.tokens.append(token)
-        self.agree()
-        return True
+        """A decode step in one call, or its refusal: a token has no room."""
+        moves = []
+        for (_, naive, _), token in zip(step, tokens, strict=False):
+            told = min(1, len(naive.future))
+            todo = len(naive.all_tokens()) - naive.computed
+            moves.append((told, [] if told else [token], todo, [], 0))
+        known = [
+            naive.future[0] if told else joins[0]
+            for (_, naive, _), (told, joins, *_) in zip(step, moves, strict=True)
+        ]
+        errors = [
+            kvcore.NotReservedError
+            for _, naive, _ in step
+            if self.naive.room(naive) < len(naive.all_tokens())
+        ]
+        decode = functools.partial(self.kv.decode_step, [real for real, _, _ in step], known)
+        return self.take(step, moves, decode, errors, room_for_all=True)
 
     def reserve_all(self, step, rooms):
         """Room after the computed tokens of each, in one call."""
@@ -251,19 +272,25 @@ class StepRules(LoadRules):
         self.agree()
 
     @precondition(lambda self: self.live)
-    @rule(token=st.integers(0, 2), steps=st.integers(1, 7), depth=st.integers(1, 2))
-    def run_ahead(self, token, steps, depth):
+    @rule(
+        token=st.integers(0, 2),
+        steps=st.integers(1, 9),
+        depth=st.integers(1, 2),
+        room=st.integers(0, 3),
+    )
+    def run_ahead(self, token, steps, depth, room):
         """An engine sends steps before it has read the tokens of those that it sent before."""
         step = [
             e for e in self.live if 0 < len(e[1].all_tokens()) <= min(30, self.naive.room(e[1]))
         ]
         for _ in range(steps if step else 0):
-            todo = [len(e[1].all_tokens()) - e[1].computed for e in step]
-            moves = [([token], count, 1) for count in todo]
-            if not self.go(step, moves, is_told=False):
+            moves = []
+            for _, naive, _ in step:
+                told = int(len(naive.future) >= depth)
+                todo = len(naive.all_tokens()) - naive.computed
+                moves.append((told, [], todo, [token], max(1, room)))
+            if not self.go(step, moves):
                 return
-            if all(len(e[1].future) > depth for e in step):
-                self.read(step, 1, is_wrong=len(step) > 1)
 
     @rule(entry=SEQUENCES, drafts=st.integers(1, 4), accepted=st.integers(0, 4))
     def verify_later(self, entry, drafts, accepted):

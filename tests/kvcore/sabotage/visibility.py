@@ -12,7 +12,8 @@ def publish_until(manager, seq, num_tokens):
     computed = seq.num_computed_tokens
     room = len(seq.tables[0].blocks) * manager.block_size
     if seq.namespace_key is not None:
-        commit(manager.pool, seq, min(num_tokens, len(seq.packed), room) - seq.num_computed_tokens)
+        count = min(num_tokens, len(seq.packed), room) - seq.num_computed_tokens
+        commit(manager.pool, seq, count, manager.max_model_len)
         manager.pool.num_computed_tokens -= seq.num_computed_tokens - computed
         seq.num_computed_tokens = computed
 

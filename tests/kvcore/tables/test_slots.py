@@ -213,11 +213,11 @@ def test_a_prefill_step_is_written_with_counts():
 
 def test_without_counts_one_slot_a_sequence_is_written_also_for_a_token_that_is_expected():
     kv, running = step_of_prompts()
-    kv.step(running, [5, 3], None)
+    kv.step(running, [5, 3], num_known=0, num_expected=1)
     tables, slots = np.zeros((2, 4), "i4"), np.zeros(2, "i8")
     kv.write_step(running, tables, slots)
     assert slots.tolist() == [9, 15]
-    kv.step(running, [1, 0], None)
+    kv.step(running, [1, 0], num_known=0, num_expected=1)
     with pytest.raises(kvcore.InvalidArgumentError, match=r"counts: .*KVSequence\(1, .*2 tokens"):
         kv.write_step(running, tables, slots)
 

@@ -43,7 +43,7 @@ def test_it_is_append_reserve_and_commit_of_each():
 @pytest.mark.parametrize(
     ("tokens", "error", "message"),
     [
-        ([1], kvcore.InvalidArgumentError, "one number for each of 2 sequences, got 1"),
+        ([1], kvcore.InvalidArgumentError, "tokens: wanted 2 in all, got 1"),
         ([1, -1], kvcore.InvalidArgumentError, r"token ids in \[0, 2\*\*32\)"),
         ([1, "x"], kvcore.InvalidArgumentError, "integer token ids"),
     ],
@@ -189,7 +189,7 @@ def test_a_chunk_whose_prompt_has_room_is_found_from_its_step_on(windows):
     seq = kv.open(prompt)
     kv.reserve(seq, len(prompt))
     for count, cached in ((3, 0), (2, 4), (9, 12), (5, 16)):
-        kv.step([seq], [count], [], num_joining=[0])
+        kv.step([seq], count, num_known=0)
         assert kv.plan(prompt).num_cached_tokens == cached
         kvcore.check(kv)
 
@@ -200,8 +200,8 @@ def test_a_step_may_have_more_than_256_of_everything():
     seqs = running(kv, 300)
     kv.reserve_step(seqs, [2] * 300)
     tokens = list(range(300))
-    kv.step(seqs, [0] * 300, tokens, num_joining=[1] * 300)
-    kv.step(seqs, [1] * 300, None)
+    kv.step(seqs, [0] * 300, tokens)
+    kv.step(seqs, [1] * 300, num_known=[0] * 300, num_expected=[1] * 300)
     kv.resolve_step(seqs, tokens)
     kv.commit_step(seqs, [1] * 300)
     kv.decode_step(seqs, tokens)

@@ -64,7 +64,7 @@ def test_tokens_resolved_later_give_the_same_result(layout, prompts, steps, lag)
         tokens = [(token + index) % 3 for index in range(len(prompts))]
         computed = ones if number else none
         sync.step(one, computed, tokens)
-        ahead.step(two, computed, None)
+        ahead.step(two, computed, num_known=0, num_expected=1)
         unread.append(tokens)
         if len(unread) > lag:
             ahead.resolve_step(two, unread.pop(0))
@@ -131,7 +131,7 @@ def test_no_more_is_computed_than_was_told_or_is_expected():
     for call in (
         lambda: kv.commit(seq, 2),
         lambda: kv.commit_step([seq], [2]),
-        lambda: kv.step([seq], [3], [], num_joining=[0]),
+        lambda: kv.step([seq], [3], num_known=0),
     ):
         with pytest.raises(kvcore.InvalidArgumentError, match=r"at most the 1 tokens .* got \d"):
             call()
@@ -157,7 +157,7 @@ def test_what_was_sampled_before_a_cut_is_found_out_after_it():
         kv.resolve(seq, [4])
 
 
-@pytest.mark.parametrize("join", ["append", "extend", "step", "decode_step"])
+@pytest.mark.parametrize("join", ["append", "extend"])
 def test_a_known_token_does_not_overtake_an_expected_one(join):
     kv = kvcore.KVCacheManager(16, 4)
     first, seq = prefilled(kv, [5]), prefilled(kv, [1, 2, 3])
@@ -166,8 +166,6 @@ def test_a_known_token_does_not_overtake_an_expected_one(join):
     calls = {
         "append": lambda: kv.append(seq, 4),
         "extend": lambda: kv.extend(seq, [4]),
-        "step": lambda: kv.step([first, seq], [0, 1], [6, 4]),
-        "decode_step": lambda: kv.decode_step([first, seq], [6, 4]),
     }
     with pytest.raises(kvcore.UnknownTokensError, match="1 are not"):
         calls[join]()
@@ -228,7 +226,7 @@ STEP = {
     "seqs": None,
     "num_computed": [1, 1],
     "tokens": [7, 8],
-    "num_joining": None,
+    "num_known": None,
     "room": None,
 }  # fmt: skip
 
@@ -239,8 +237,8 @@ STEP = {
         ({"num_computed": [1]}, kvcore.InvalidArgumentError, "each of 2 sequences, got 1"),
         ({"num_computed": [1, 2]}, kvcore.InvalidArgumentError, "not computed, got 2"),
         ({"num_computed": [1, -1]}, kvcore.InvalidArgumentError, "num_computed: wanted at least 0"),
-        ({"num_joining": [2]}, kvcore.InvalidArgumentError, "each of 2 sequences, got 1"),
-        ({"num_joining": [2, 1]}, kvcore.InvalidArgumentError, "tokens: wanted 3 in all, got 2"),
+        ({"num_known": [2]}, kvcore.InvalidArgumentError, "each of 2 sequences, got 1"),
+        ({"num_known": [2, 1]}, kvcore.InvalidArgumentError, "tokens: wanted 3 in all, got 2"),
         ({"room": [1]}, kvcore.InvalidArgumentError, "each of 2 sequences, got 1"),
         ({"room": [1, 1000]}, kvcore.OutOfBlocksError, "needed 250 free blocks"),
         ({"tokens": [1]}, kvcore.InvalidArgumentError, "tokens: wanted 2 in all, got 1"),
@@ -256,11 +254,11 @@ def test_a_step_that_is_refused_has_moved_nobody(changed, error, wanted):
     before = [copy.copy((s.tokens, s.num_computed_tokens, s.block_table)) for s in seqs]
     step = {**STEP, "seqs": seqs, **changed}
     if changed.get("num_computed") == [1, 2]:
-        step["num_joining"], step["tokens"] = [1, 0], [7]
+        step["num_known"], step["tokens"] = [1, 0], [7]
     with pytest.raises(error, match=wanted):
         kv.step(
             step["seqs"], step["num_computed"], step["tokens"],
-            num_joining=step["num_joining"], num_reserved=step["room"],
+            num_known=step["num_known"], num_reserved=step["room"],
         )  # fmt: skip
     assert [(s.tokens, s.num_computed_tokens, s.block_table) for s in seqs] == before
     kvcore.check(kv)

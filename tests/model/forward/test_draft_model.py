@@ -186,13 +186,6 @@ class DrawsAtAnotherPlace(DraftModel):
         return follower
 
 
-class TrustsTablesThatShrank(DraftModel):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        for builder in self._passes._builders:
-            builder._is_ahead = False
-
-
 class KeepsFollowersOfTheWaiting(DraftModel):
     def discard(self, request):
         if request.is_finished:
@@ -215,7 +208,6 @@ BUGS = [
     CommitsDraftsBeforeTheyHold,
     KeepsWhatDidNotHold,
     DrawsAtAnotherPlace,
-    TrustsTablesThatShrank,
     GuessesWithoutThePast,
 ]
 GREEDY, DRAWN = greedy(14), SamplingParams(max_tokens=14, temperature=0.7, seed=2)

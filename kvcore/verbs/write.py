@@ -1,0 +1,224 @@
+"""Block tables and slot mappings of a step, written into buffers of the engine.
+
+Decides which rows are written: all by `write_rows`, only those that changed by `StepTables`.
+Nothing here changes a sequence, and nothing is written where an argument is refused.
+
+Does not know: tensors, and what the rows are for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NoReturn, SupportsIndex, final
+
+from kvcore.arguments import as_int, as_list
+from kvcore.errors import InvalidArgumentError, NotReservedError, StaleSequenceError
+from kvcore.sequence import KVSequence
+from kvcore.tables.block_table import BlockTable
+from kvcore.tables.slots import check_width, int_view, put_ints, row_view, slot_of, slots_of
+
+
+@final
+class StepTables:
+    """The block tables of one layer group in a buffer of the engine, a row for each sequence.
+
+    A row stays where it is while the list of sequences is the same, so a captured graph may read
+    the buffer. Entries outside a window may be out of date; behind the end of a table stand zeros.
+
+    Args:
+        allocate: returns a writable, contiguous buffer of int32 or int64 with at least as many rows
+            and entries a row as it is asked for, `allocate(num_rows, num_entries)`; called again
+            when the sequences need more, for at least twice as many.
+        group: which layer group.
+
+    Attributes:
+        lengths: for each row the number of entries that are in use.
+    """
+
+    __slots__ = (
+        "_allocate",
+        "_bytes",
+        "_changes",
+        "_group",
+        "_num_rows",
+        "_seqs",
+        "_stride",
+        "_tables",
+        "_view",
+        "lengths",
+    )
+
+    def __init__(self, allocate: Callable[[int, int], object], group: SupportsIndex = 0) -> None:
+        self._allocate = allocate
+        self._group = as_int("group", group, 0)
+        self._seqs: list[KVSequence] = []
+        self._tables: list[BlockTable] = []
+        self._changes: list[int] = []
+        self.lengths: list[int] = []
+        self._num_rows = self._stride = 0
+        self._make_room(8, 16)
+
+    def update(self, seqs: Sequence[KVSequence]) -> bool:
+        """Write the rows that changed since the last call; row `i` is for sequence `i`.
+
+        O(sequences + entries of the tables that changed), and with other sequences than before also
+        O(bytes of the rows). For a sequence that only counts this is a comparison.
+
+        Returns:
+            Whether the list of sequences is another one than before.
+
+        Raises:
+            StaleSequenceError: a sequence is closed.
+            InvalidArgumentError: not a sequence, no such group, or `allocate` returned a buffer
+                that does not fit.
+        """
+        running = seqs.copy() if type(seqs) is list else as_list("seqs", seqs)
+        is_other = running != self._seqs
+        if is_other:
+            self._arrange(running)
+        changes = [table.num_changes for table in self._tables]
+        if changes == self._changes:
+            return is_other
+        due = [row for row, number in enumerate(changes) if number != self._changes[row]]
+        longest = max([len(self._tables[row].blocks) for row in due])
+        if longest > self._stride:
+            self._make_room(self._num_rows, max(longest, 2 * self._stride))
+            due = list(range(len(changes)))
+        for row in due:
+            self._write(row, self._tables[row].block_ids)
+        self._changes = changes
+        return is_other
+
+    def _write(self, row: int, block_ids: array[int]) -> None:
+        """Write the entries of a row, and zeros over entries that were in use. O(entries)."""
+        count = len(block_ids)
+        begin = row * self._stride
+        if self._view.itemsize == 4:
+            self._bytes[4 * begin : 4 * (begin + count)] = memoryview(block_ids).cast("B")
+        else:
+            put_ints(self._view, begin, block_ids)
+        if count < self.lengths[row]:
+            put_ints(self._view, begin + count, array("i", [0]) * (self.lengths[row] - count))
+        self.lengths[row] = count
+
+    def _arrange(self, seqs: list[KVSequence]) -> None:
+        """Move the rows of known sequences to their new places, in runs; other rows are due."""
+        for seq in seqs:
+            if not isinstance(seq, KVSequence):
+                raise InvalidArgumentError(f"seqs: wanted KVSequence, got {type(seq).__name__}")
+            if not seq.is_open:
+                raise StaleSequenceError(f"seqs: {seq!r} is closed")
+        if seqs and self._group >= len(seqs[0].tables):
+            as_int("group", self._group, 0, len(seqs[0].tables) - 1)  # raises
+        if len(seqs) > self._num_rows:
+            self._make_room(max(len(seqs), 2 * self._num_rows), self._stride)
+        places = {seq: row for row, seq in enumerate(self._seqs)}
+        sources = [places.get(seq, -1) for seq in seqs]
+        width = self._stride * self._view.itemsize
+        before = bytes(self._bytes[: len(self._seqs) * width])
+        old, lengths = self._changes, self.lengths
+        row = 0
+        while row < len(sources):
+            source = sources[row]
+            stop = row + 1
+            while source >= 0 and stop < len(sources) and sources[stop] == source + stop - row:
+                stop += 1
+            if source >= 0 and source != row:
+                rows = before[source * width : (source + stop - row) * width]
+                self._bytes[row * width : stop * width] = rows
+            row = stop
+        self._changes = [-1 if source < 0 else old[source] for source in sources]
+        # Of a row without a source every entry may have been in use.
+        self.lengths = [self._stride if source < 0 else lengths[source] for source in sources]
+        self._tables = [seq.tables[self._group] for seq in seqs]
+        self._seqs = seqs
+
+    def _make_room(self, num_rows: int, num_entries: int) -> None:
+        """Have a larger buffer; all rows are due."""
+        out = self._allocate(num_rows, num_entries)
+        rows = memoryview(out)  # type: ignore[arg-type]  # `row_view` is the check
+        if rows.ndim != 2:
+            raise InvalidArgumentError(f"allocate: wanted two dimensions, got {rows.ndim}")
+        self._view, self._stride = row_view("allocate", out, None, num_rows, num_entries)
+        self._bytes = self._view.cast("B")
+        self._num_rows = num_rows
+        self._view = self._bytes.cast("i" if self._view.itemsize == 4 else "q")
+        self._bytes[:] = bytes(len(self._bytes))
+        self._changes = [-1] * len(self._changes)
+        self.lengths = [0] * len(self.lengths)
+
+
+def write_rows(
+    seqs: Sequence[KVSequence],
+    counts: list[int] | None,
+    group: int,
+    block_tables: object,
+    slot_mapping: object,
+    row_stride: int | None,
+) -> None:
+    """Write the block tables and the slot mapping of a step, or nothing.
+
+    O(blocks + slots).
+
+    Args:
+        seqs: open sequences.
+        counts: for each, the number of tokens that the step computes; None: one.
+        group: which layer group.
+        block_tables: a buffer of int32 or int64, a row for each sequence.
+        slot_mapping: a buffer of int32 or int64.
+        row_stride: entries from one row to the next; None: `block_tables` has two dimensions.
+
+    Raises:
+        NotReservedError: a sequence has no block for one of its tokens.
+        InvalidArgumentError: a buffer does not fit, there is not one count for each, or `counts`
+            is None and a sequence has more than one token to compute.
+    """
+    if counts is not None and len(counts) != len(seqs):
+        raise InvalidArgumentError(
+            f"counts: wanted one for each of {len(seqs)} sequences, got {len(counts)}"
+        )
+    slots = _slots(seqs, counts, group)
+    tables = [seq.tables[group].block_ids for seq in seqs]
+    longest = max(map(len, tables), default=0)
+    rows, stride = row_view("block_tables", block_tables, row_stride, len(tables), longest)
+    room = (len(tables) - 1) * stride + len(tables[-1]) if tables else 0
+    if row_stride is not None and room > len(rows):
+        raise InvalidArgumentError(f"block_tables: wanted room for {room} entries, got {len(rows)}")
+    view = int_view("slot_mapping", slot_mapping, (4, 8), len(slots))
+    check_width("slot_mapping", view, slots)
+    put_ints(view, 0, slots)
+    for index, block_ids in enumerate(tables):
+        put_ints(rows, index * stride, block_ids)
+
+
+def _slots(seqs: Sequence[KVSequence], counts: list[int] | None, group: int) -> array[int]:
+    """Return the slots of the tokens of a step, one sequence after another. O(slots)."""
+    slots = array("q")
+    for index, seq in enumerate(seqs):
+        table = seq.tables[group]
+        start = seq.num_computed_tokens
+        stop = start + 1 if counts is None else start + counts[index]
+        if stop > len(table.blocks) * table.block_size:
+            _refuse_slots(seq, table, None if counts is None else counts[index])
+        if counts is not None:
+            slots.extend(slots_of(table.block_ids, start, stop, table.block_size))
+        elif len(seq.packed) + seq.num_unknown_tokens > stop:
+            raise InvalidArgumentError(
+                f"counts: wanted the number of tokens that this step computes for each sequence, "
+                f"got None; {seq!r} has {seq.num_tokens - start} tokens to compute"
+            )
+        else:
+            slots.append(slot_of(table.block_ids, start, table.block_size))
+    return slots
+
+
+def _refuse_slots(seq: KVSequence, table: BlockTable, count: int | None) -> NoReturn:
+    """Raise: a table has no blocks for `count` more tokens; None: for one."""
+    if count is None:
+        raise NotReservedError(f"{seq!r} has no block for its next token: call reserve first")
+    room = len(table.blocks) * table.block_size - seq.num_computed_tokens
+    count = as_int("counts", count, 0, 2**62)  # what is beyond may be too long to print
+    raise NotReservedError(
+        f"counts: {seq!r} has blocks for {room} tokens after the computed ones, got {count}"
+    )
