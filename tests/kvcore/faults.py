@@ -46,7 +46,6 @@ LINKS = {
     "BlockPool.unpublish",
     "_add",
     "BlockPool._hold_again",
-    "_uncount",
     *(f"_Change.{name}" for name in ("undo", "settle", "complete", "_assign")),
     "_set",
     "BlockTable.next_pass",
