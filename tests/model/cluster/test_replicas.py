@@ -313,7 +313,7 @@ def test_a_replica_of_two_processes_answers_and_is_made_anew_when_one_is_lost():
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--kv-memory-bytes", "1K"], "kv_memory_bytes"),
+        (["--kv-memory-bytes", "1K"], "error: --kv-memory-bytes: "),
         (["--replicas", "1000"], "error: --replicas 1000: wanted at most"),
     ],
 )
