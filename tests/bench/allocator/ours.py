@@ -9,16 +9,15 @@ from tests.bench.measure import Subject
 HASHES = {"sha256": "sha256", "xxh3": "xxh3-128"}
 
 
-def step_ahead(manager, seqs, tokens, write=lambda: None):
-    """One step as the runner makes it: blocks, the step before its tokens are known, the tokens.
+def step_ahead(manager, seqs, tokens):
+    """One step as the runner makes it: the tokens of the pass before, while the next one runs."""
+    return manager.step(seqs, 1, tokens, num_expected=1)
 
-    Inside a block there is room already. `write` is called where the tables are wanted.
-    """
-    growing = [seq for seq in seqs if seq.num_computed_tokens % manager.block_size == 0]
-    manager.reserve_step(growing, [1] * len(growing))
-    write()
-    manager.step(seqs, [1] * len(seqs), None, num_reserved=[0] * len(seqs))
-    manager.resolve_step(seqs, tokens)
+
+def begin_ahead(manager, seqs, tokens):
+    """The first token of each is known, and the pass that computes it runs."""
+    manager.decode_step(seqs, tokens)
+    manager.step(seqs, 1, num_known=0, num_expected=1)
 
 
 class OurCache:
@@ -69,10 +68,9 @@ class OurCache:
         self._has_stepped = True
 
     def _decode_ahead(self, requests, tokens):
-        """The first step only gives each its first token, which the next one computes."""
         if not self._has_stepped:
             self._has_stepped = True
-            self.manager.decode_step(requests, tokens)
+            begin_ahead(self.manager, requests, tokens)
         else:
             step_ahead(self.manager, requests, tokens)
 

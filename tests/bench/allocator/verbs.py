@@ -32,6 +32,13 @@ def w14(subjects, *, quick):
             rounds=rounds,
             per=(count, "row"),
         )
+        yield Case(
+            group="W14",
+            name=f"`StepTables.update` after {count} requests of {length:,} tokens decoded one.",
+            runs=[(subject, _updating(count, length)) for subject in ours],
+            rounds=rounds,
+            per=(count, "row"),
+        )
     for sharers in (0, 64) if quick else (0, 1, 64):
         yield Case(
             group="W14",
@@ -49,12 +56,37 @@ def w14(subjects, *, quick):
         )
 
 
-def _writing(count, length):
+def _decoding(count, length, num_steps):
+    """Return a cache, and its requests after a step; a step moves one of 16 to another block."""
     rng = random.Random(14)
-    cache = OurCache(count * (length // BLOCK_SIZE + 2), BLOCK_SIZE)
-    seqs = [cache.start(random_tokens(rng, length)) for _ in range(count)]
+    entries = (length + num_steps) // BLOCK_SIZE + 2
+    cache = OurCache(count * entries + 1, BLOCK_SIZE)
+    seqs = [cache.start(random_tokens(rng, length - row % BLOCK_SIZE)) for row in range(count)]
     cache.decode(seqs, [1] * count)
-    stride = length // BLOCK_SIZE + 2
+    return cache, seqs, entries
+
+
+def _updating(count, length):
+    cache, seqs, _ = _decoding(count, length, 256)
+    tables = kvcore.StepTables(
+        lambda rows, width: memoryview(bytearray(4 * rows * width)).cast("i", (rows, width))
+    )
+    tables.update(seqs)
+
+    def measure():
+        spent = 0
+        for _ in repeat(None, 16):
+            cache.decode(seqs, [1] * count)
+            begin = thread_time_ns()
+            tables.update(seqs)
+            spent += ran_ns(begin)
+        return Round(spent / 16)
+
+    return measure
+
+
+def _writing(count, length):
+    cache, seqs, stride = _decoding(count, length, 0)
     tables, slots = array("i", bytes(4 * stride * count)), array("q", bytes(8 * count))
     write = cache.manager.write_step
 

@@ -1,20 +1,22 @@
 """`python -m tests.bench host`: what a decode step costs the host, beside the network.
 
 Every phase of a step of the real engine but `forward`, with a network so small that it takes no
-time, all requests decoding; and the allocator's share: the calls of `step_ahead` and `write_step`
-for as many sequences. Lengths are spread, so in every step one sequence in 16 takes a block.
+time, all requests decoding; and the allocator's share: `step_ahead` and `StepTables` for as many
+sequences. Lengths are spread, so in every step one sequence in 16 takes a block.
 """
 
-from array import array
 from functools import partial
 from time import thread_time_ns
 
+import numpy as np
+
+import kvcore
 from model.cli.start import start
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.engine import Engine
 from model.trace import FORWARD, PHASES
-from tests.bench.allocator.ours import OurCache, step_ahead
+from tests.bench.allocator.ours import OurCache, begin_ahead, step_ahead
 from tests.bench.engine.networks import loader
 from tests.bench.measure import Row, spread
 
@@ -77,13 +79,13 @@ def _allocator_steps(lengths, steps, num_blocks):
     kv = cache.manager
     seqs = [cache.start([number, *[0] * (length - 1)]) for number, length in enumerate(lengths)]
     tokens = [1] * len(seqs)
-    kv.decode_step(seqs, tokens)
-    stride = (80 + steps) // _BLOCK_SIZE + 2
-    tables, slots = array("i", bytes(4 * stride * len(seqs))), array("q", bytes(8 * len(seqs)))
-    write = partial(kv.write_step, seqs, tables, slots, row_stride=stride)
+    begin_ahead(kv, seqs, tokens)
+    tables = kvcore.StepTables(lambda rows, width: np.zeros((rows, width), dtype=np.int32))
+    tables.update(seqs)
     times = []
     for _ in range(steps):
         begin = thread_time_ns()
-        step_ahead(kv, seqs, tokens, write)
+        step_ahead(kv, seqs, tokens)
+        tables.update(seqs)
         times.append(thread_time_ns() - begin)
     return times
