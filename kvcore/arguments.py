@@ -97,6 +97,8 @@ def as_counts(name: str, numbers: SupportsIndex | Sequence[SupportsIndex], count
     """
     if type(numbers) is int and numbers >= 0:
         return [numbers] * count
+    if type(numbers) is list and numbers.count(1) == count == len(numbers):
+        return [1] * count  # in C: a decode step has hundreds; a True among them counts as 1
     if not hasattr(numbers, "__iter__"):
         return [as_int(name, numbers, 0)] * count
     found = [

@@ -52,6 +52,7 @@ COMPILED = (
     "verbs/rewind",
     "verbs/share",
     "verbs/step",
+    "verbs/write",
 )
 
 SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)

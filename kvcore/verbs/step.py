@@ -153,6 +153,12 @@ class Moves:
         self.expected = expected
         self.reserved = reserved
 
+    def is_room_alone(self) -> bool:
+        """Return whether nothing is known, computed or expected. O(sequences), in C."""
+        return not (
+            self.tokens or self.computed is None or any(self.computed) or any(self.expected)
+        )
+
 
 def step(
     pool: BlockPool, seqs: list[KVSequence], moves: Moves, longest: int | None
@@ -169,10 +175,15 @@ def step(
         moves: what the step does with each of them.
         longest: the most tokens that a sequence may have or reserve.
     """
+    if moves.reserved is not None and moves.is_room_alone():
+        rooms = zip(seqs, moves.reserved, strict=True)
+        ends = [seq.num_computed_tokens + room for seq, room in rooms]
+        due = [place for place, seq in enumerate(seqs) if ends[place] > seq.num_reserved_tokens]
+        return _advance(pool, seqs, due, moves, longest) if due else ()
     ahead = int(1 in moves.expected)  # the expected tokens of a sequence that decodes
     others = _others(seqs, moves, ahead)
     limits = [seqs[place].fast_decode_limit for place in others]
-    due: list[int] = []
+    due = []
     index = 0
     try:
         tokens = _one_each(seqs, moves, others) if others else moves.tokens
@@ -202,23 +213,22 @@ def _others(seqs: list[KVSequence], moves: Moves, ahead: int) -> list[int]:
     A sequence decodes if one token became known and one is computed, and it expects `ahead` tokens.
     """
     count = len(seqs)
-    known, expected = moves.known, moves.expected
-    computed = known if moves.computed is None else moves.computed
-    reserved = known if moves.reserved is None else moves.reserved
-    room = 1 if 1 in reserved else max(reserved, default=0)
-    are_equal = reserved.count(room) == count
-    if not (computed.count(1) == known.count(1) == expected.count(ahead) == count and are_equal):
-        plain = (1, 1, ahead, room)
-        each = zip(computed, known, expected, reserved, strict=True)
-        others = [place for place, move in enumerate(each) if move != plain]
-    elif room < 2:
-        return []
-    else:
-        others = []
+    others: set[int] = set()
+    columns = [(moves.known, 1), (moves.expected, ahead)]
+    if moves.computed is not None:
+        columns.append((moves.computed, 1))
+    room = 1
+    if moves.reserved is not None:
+        room = 1 if 1 in moves.reserved else max(moves.reserved, default=0)
+        columns.append((moves.reserved, room))
+    for numbers, plain in columns:
+        if numbers.count(plain) < count:
+            others.update([place for place, number in enumerate(numbers) if number != plain])
     if room > 1:
-        late = [p for p, s in enumerate(seqs) if s.num_computed_tokens + room > s.fast_decode_limit]
-        others = sorted({*others, *late})
-    return others
+        for place, seq in enumerate(seqs):
+            if seq.num_computed_tokens + room > seq.fast_decode_limit:
+                others.add(place)
+    return sorted(others)
 
 
 def _one_each(seqs: list[KVSequence], moves: Moves, others: list[int]) -> list[int]:

@@ -60,6 +60,7 @@ class ManagerChecks(RuleBasedStateMachine):
     make_manager = kvcore.KVCacheManager
     layouts = tuple(GROUPS)
     with_events = True  # sometimes; or "always", or "never"
+    rows = ()  # of each group, where `start` makes them
     longest = None
 
     @initialize(

@@ -58,8 +58,8 @@ edited(
 edited(
     "step_counts_what_was_not_computed",
     forward._others,
-    "if move != plain",
-    "if move[1:] != plain[1:]",
+    "columns.append((moves.computed, 1))",
+    "pass",
     "P4",
     "P13",
     "P14",
