@@ -761,9 +761,10 @@ class KVCacheManager:
         count = len(running)
         counts = as_counts("num_resolved", 1 if num_resolved is None else num_resolved, count)
         firsts = None if starts is None else as_counts("starts", starts, count)
+        self._check_step(running)
         for index, seq in enumerate(running):
-            self._check_open(seq)
-            check_expected(seq, counts[index], None if firsts is None else firsts[index])
+            if firsts is not None or counts[index] > seq.num_unknown_tokens:
+                check_expected(seq, counts[index], None if firsts is None else firsts[index])
         self.step(running, 0, tokens, num_known=counts, num_reserved=0)
 
     def tell_step(

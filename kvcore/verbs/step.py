@@ -159,6 +159,22 @@ class Moves:
             self.tokens or self.computed is None or any(self.computed) or any(self.expected)
         )
 
+    def is_half_decode(self) -> bool:
+        """Return whether each gets a token by two steps, of which this is one. O(sequences), in C.
+
+        By the first a token is computed and one is expected, by the second that one is known.
+        """
+        computed, count = self.computed, len(self.known)
+        if computed is None or self.reserved is None or any(self.reserved) or not count:
+            return False
+        first = computed[0]
+        return (
+            first < 2
+            and self.known[0] == 1 - first
+            and self.known.count(1 - first) == computed.count(first) == count
+            and self.expected.count(first) == count
+        )
+
 
 def step(
     pool: BlockPool, seqs: list[KVSequence], moves: Moves, longest: int | None
@@ -180,6 +196,8 @@ def step(
         ends = [seq.num_computed_tokens + room for seq, room in rooms]
         due = [place for place, seq in enumerate(seqs) if ends[place] > seq.num_reserved_tokens]
         return _advance(pool, seqs, due, moves, longest) if due else ()
+    if moves.is_half_decode():
+        return _half_decode(pool, seqs, moves, longest)
     ahead = int(1 in moves.expected)  # the expected tokens of a sequence that decodes
     others = _others(seqs, moves, ahead)
     limits = [seqs[place].fast_decode_limit for place in others]
@@ -204,6 +222,49 @@ def step(
             seqs[place].fast_decode_limit = limits[number]
         raise
     pool.num_computed_tokens += index - len(due)
+    return growths
+
+
+def _half_decode(
+    pool: BlockPool, seqs: list[KVSequence], moves: Moves, longest: int | None
+) -> tuple[Growth, ...]:
+    """Do what `step` does for a step that `is_half_decode`. O(sequences + blocks filled)."""
+    known = moves.known[0]
+    tokens = moves.tokens
+    limits: list[int] = []  # before, of the counted sequences; -1 for the others
+    due: list[int] = []
+    try:
+        for index, seq in enumerate(seqs):
+            length = len(seq.packed) + known
+            unknown = seq.num_unknown_tokens + 1 - known - known  # one is expected, or known now
+            done = seq.num_computed_tokens + 1 - known
+            if (
+                unknown >= 0
+                and done <= length + unknown - 1 + known
+                and length + unknown <= seq.num_reserved_tokens
+                and (done < seq.next_boundary or length < seq.next_boundary)
+            ):
+                if known:
+                    seq.packed.append(tokens[index])
+                limits.append(seq.fast_decode_limit)
+                seq.num_computed_tokens = done
+                seq.num_unknown_tokens = unknown
+                limit = min(seq.num_reserved_tokens, seq.next_boundary)
+                seq.fast_decode_limit = limit - 1 if length + unknown - done == 1 else 0
+            else:
+                limits.append(-1)
+                due.append(index)
+        growths = _advance(pool, seqs, due, moves, longest) if due else ()
+    except BaseException:
+        for seq, limit in zip(seqs, limits, strict=False):
+            if limit >= 0:
+                seq.fast_decode_limit = limit
+                seq.num_computed_tokens -= 1 - known
+                seq.num_unknown_tokens += known + known - 1
+                if known:
+                    seq.packed.pop()
+        raise
+    pool.num_computed_tokens += (len(seqs) - len(due)) * (1 - known)
     return growths
 
 
