@@ -1,4 +1,4 @@
-"""Nine architectures, paged, against `generate`: the same tokens, whatever the step looks like.
+"""Eleven architectures, paged, against `generate`: the same tokens, whatever the step looks like.
 
 Random networks; from the seed given, the next is taken in which every greedy choice is clear: two
 ways of computing agree token by token only where the two best logits are not nearly equal.
@@ -28,9 +28,11 @@ from tests.model.reference import ReferenceBackend
 
 CLEAR = 1e-3
 SEEDS = {"qwen3": 18, "llama": 19, "mistral": 15, "gemma2": 0, "gemma3": 21, "gpt_oss": 10}
-SEEDS |= {"qwen2": 0, "phi3": 0, "olmo2": 0}
+SEEDS |= {"qwen2": 0, "phi3": 0, "olmo2": 0, "gemma3n": 0, "gemma4": 0}
 # So few blocks that the four requests, which come to 153 tokens, cannot all run to their ends.
-SMALL = dict.fromkeys(CONFIGS, 24) | {"gemma2": 30, "gemma3": 30, "gpt_oss": 30}
+SMALL = dict.fromkeys(CONFIGS, 24) | dict.fromkeys(
+    ("gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"), 30
+)
 FULL_ALONE = ["qwen3", "qwen2", "llama", "olmo2"]
 WINDOWS_ALONE = {"mistral", "phi3"}  # never need more blocks than when they start
 
@@ -103,7 +105,7 @@ ARRIVALS = st.tuples(
 )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma4", "mistral"])
 @settings(max_examples=12)
 @given(
     arrivals=st.lists(ARRIVALS, min_size=1, max_size=6),
