@@ -94,6 +94,12 @@ def _check_attention(architecture: str, config: PreTrainedConfig) -> None:
             f"{config.num_hidden_layers} layers, got {readers}: a network whose layers all read "
             f"the keys and values of another network (an assistant model) cannot run alone"
         )
+    types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    if unread := sorted(set(types) - set(types[: len(types) - readers])):
+        raise UnsupportedModelError(
+            f"{architecture}: layer_types: wanted a layer of each type before the last {readers} "
+            f"(num_kv_shared_layers), which read its keys and values, got none of {unread[0]}"
+        )
     crossing: Sequence[int] = getattr(config, "cross_attention_layers", None) or ()
     if crossing:
         raise UnsupportedModelError(

@@ -110,7 +110,12 @@ class _MaskProbe:
     def sees(self, queries: Sequence[int], keys: Sequence[int]) -> list[bool]:
         places = torch.tensor([queries, keys], dtype=torch.int64, device=self._device)
         zeros = torch.zeros_like(places[0])
-        seen: list[bool] = self._mask(zeros, zeros, *places).expand(len(queries)).tolist()
+        try:
+            seen: list[bool] = self._mask(zeros, zeros, *places).expand(len(queries)).tolist()
+        except IndexError as error:  # of a tensor with an element for each token of the pass
+            raise UnsupportedModelError(
+                "wanted a mask that follows from positions alone, it reads a value of each token"
+            ) from error
         return seen
 
     def count(self, query: int) -> int:

@@ -72,7 +72,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **_COMMON, sliding_window=7, layer_types=_HYBRID, query_pre_attn_scalar=24
     ),
-    "gemma3n": Gemma3nTextConfig(**_READERS, laurel_rank=8, activation_sparsity_pattern=[0.9, 0.0, 0.9, 0.0]),
+    "gemma3n": Gemma3nTextConfig(
+        **_READERS, laurel_rank=8, activation_sparsity_pattern=[0.9, 0.0, 0.9, 0.0]
+    ),
     "gemma4": Gemma4TextConfig(**_READERS, global_head_dim=32),
     "gpt_oss": GptOssConfig(
         **_COMMON,

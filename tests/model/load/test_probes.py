@@ -74,6 +74,7 @@ def _with_first_tokens(batch, head, q, k):
         (masking_utils.sliding_window_bidirectional_mask_function(8), "its mask is bidirectional"),
         (lambda batch, head, q, k: (k <= q) & (q % 2 == k % 2), "none of them"),
         (_with_first_tokens, "none of them"),
+        (lambda batch, head, q, k: torch.zeros(1)[q] == 0, "it reads a value of each token"),
         (lambda batch, head, q, k: k < q, "none of them"),
     ],
 )
