@@ -149,9 +149,9 @@ def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
             places[number] = (len(groups) - 1, place)
             sizes = zip_longest(place_bytes[place], layers[number].slot.row_bytes, fillvalue=0)
             place_bytes[place] = tuple(max(pair) for pair in sizes)
-    places = [
-        places[number if one.reads is None else one.reads] for number, one in enumerate(layers)
-    ]
+    for number, layer in enumerate(layers):
+        if layer.reads is not None:
+            places[number] = places[layer.reads]
     chunks, windows = ([size or None for size in sizes] for sizes in zip(*groups, strict=True))
     return CacheLayout(
         tuple(layers), tuple(windows), tuple(chunks), tuple(places), tuple(place_bytes)

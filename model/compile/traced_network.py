@@ -281,9 +281,7 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # a tensor's node
     elif target is operator.getitem:  # one of several results
         return
-    elif getattr(target, "namespace", None) not in _PURE:
-        raise UnsupportedModelError(f"tracing: wanted pure operations of PyTorch, got {target}")
-    elif target._schema.is_mutable:  # noqa: SLF001  # of a weight or a buffer
+    elif getattr(target, "namespace", None) not in _PURE or target._schema.is_mutable:  # noqa: SLF001
         raise UnsupportedModelError(f"tracing: wanted pure operations of PyTorch, got {target}")
 
 

@@ -181,7 +181,7 @@ class _Sharding:
         size = self._ranks.size
         if self._is_sparse:  # Gemma 3n
             raise UnsupportedModelError(
-                "--tp: activation_sparsity_pattern: wanted layers that compute each activation from "
+                "--tp: activation_sparsity_pattern: wanted layers that compute an activation from "
                 "itself, these compare it with all others, which Transformers' plan splits"
             )
         if not self._cut_projections:
