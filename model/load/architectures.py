@@ -87,6 +87,8 @@ def check_architecture(
 
 
 def _check_attention(architecture: str, config: PreTrainedConfig) -> None:
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # "vision": of images
+        raise UnsupportedModelError(f"{architecture}: wanted causal attention, got bidirectional")
     readers: int = getattr(config, "num_kv_shared_layers", None) or 0
     if readers and not 0 < readers < config.num_hidden_layers:
         raise UnsupportedModelError(
