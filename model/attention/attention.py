@@ -69,12 +69,17 @@ class PagedPass:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
-        """Store the keys and values of the step, then attend to all of each sequence."""
-        cache, window = self.caches.layers[layer], self.layout.layers[layer].window
+        """Store the keys and values of the step, then attend to all of each sequence.
+
+        A layer that reads those of an earlier layer stores nothing.
+        """
+        cache, shape = self.caches.layers[layer], self.layout.layers[layer]
         batch = self.batches[self.layout.places[layer][0]]
-        if terms.window != window:
-            terms = replace(terms, window=window)
-        self.backend.store_kv(key, None if cache.is_latent else value, cache, batch.slot_mapping)
+        if terms.window != shape.window:
+            terms = replace(terms, window=shape.window)
+        if shape.reads is None:
+            rows = None if cache.is_latent else value
+            self.backend.store_kv(key, rows, cache, batch.slot_mapping)
         return self.backend.paged_attention(query, cache, batch, terms)
 
 

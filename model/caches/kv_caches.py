@@ -1,6 +1,7 @@
 """The KV tensors of a model, one cache per layer.
 
-Decides: that layers of different groups at one place are views of the same memory.
+Decides: that layers of different groups at one place are views of the same memory, and so are a
+layer and one that reads its keys and values.
 
 Invariants: every layer's cache has the same number of blocks of the same size; exactly
 `CacheLayout.kv_bytes` bytes are allocated; block 0 is the null block and is never written.

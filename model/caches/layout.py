@@ -6,10 +6,13 @@ and holds a token's keys and values for every layer of that group; place `i` of 
 same memory, because two groups never hold one block. So the depth is what a block costs, and a kind
 that does not fill its groups wastes the rest. (vLLM's hybrid cache manager introduced this.)
 
+A layer may read the keys and values of an earlier layer instead of computing its own (Gemma 3n,
+Gemma 4). It has that layer's group and place, stores nothing and costs no memory.
+
 Decides: the depth: the fewest groups such that no kind wastes more than an eighth of its own size.
 
-Invariants: every layer has a group and a place of its own; the layers of a group see the same;
-groups of full attention come first, then windows from the smallest up, then chunks.
+Invariants: every layer that stores has a group and a place of its own; the layers of a group see
+the same; groups of full attention come first, then windows from the smallest up, then chunks.
 
 Does not know: memory, blocks, which network it is.
 """
@@ -37,6 +40,8 @@ class LayerShape:
         chunk: it sees only those of its own chunk of `chunk` tokens; None: no chunks.
         value_dim: of a latent, one row per token whose first `value_dim` numbers are the value;
             None: it has keys and values.
+        reads: an earlier layer whose keys and values it reads, and which sees the same; None: it
+            stores its own.
     """
 
     num_kv_heads: int
@@ -45,6 +50,7 @@ class LayerShape:
     window: int | None = None
     chunk: int | None = None
     value_dim: int | None = None
+    reads: int | None = None
 
     @property
     def slot(self) -> backends.KVLayout:
@@ -68,7 +74,8 @@ class CacheLayout:
         layers: what each layer stores.
         windows: for each group the window of its layers; None: no window.
         chunks: for each group the chunk of its layers; None: no chunks.
-        places: for each layer its group, and its place in the group.
+        places: for each layer its group, and its place in the group: for one that stores nothing
+            those of the layer that it reads.
         place_bytes: for each place the bytes of a token in each of its tensors (keys and values, or
             latents alone), of the largest layer there.
     """
@@ -86,8 +93,8 @@ class CacheLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in all layers, if every layer keeps it. O(num_layers)."""
-        return sum(layer.token_bytes for layer in self.layers)
+        """Bytes of a token in all layers that store, if each keeps it. O(num_layers)."""
+        return sum(layer.token_bytes for layer in self.layers if layer.reads is None)
 
     def kv_bytes(self, num_blocks: int, block_size: int) -> int:
         """Bytes of all caches of `num_blocks` blocks. O(num_places)."""
@@ -127,7 +134,8 @@ def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
     """
     kinds: dict[tuple[int, int], list[int]] = {}  # by chunk and window; 0: none
     for number, layer in enumerate(layers):
-        kinds.setdefault((layer.chunk or 0, layer.window or 0), []).append(number)
+        if layer.reads is None:
+            kinds.setdefault((layer.chunk or 0, layer.window or 0), []).append(number)
     ordered = sorted(kinds.items())
     depth = _depth([len(numbers) for _, numbers in ordered])
     groups: list[tuple[int, int]] = []
@@ -141,6 +149,9 @@ def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
             places[number] = (len(groups) - 1, place)
             sizes = zip_longest(place_bytes[place], layers[number].slot.row_bytes, fillvalue=0)
             place_bytes[place] = tuple(max(pair) for pair in sizes)
+    for number, layer in enumerate(layers):
+        if layer.reads is not None:
+            places[number] = places[layer.reads]
     chunks, windows = ([size or None for size in sizes] for sizes in zip(*groups, strict=True))
     return CacheLayout(
         tuple(layers), tuple(windows), tuple(chunks), tuple(places), tuple(place_bytes)

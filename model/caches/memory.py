@@ -191,12 +191,17 @@ def _useful_blocks(config: EngineConfig, layout: CacheLayout) -> int | None:
 
 def _layers(layout: CacheLayout) -> str:
     counts: dict[tuple[int, int], int] = {}
-    for layer in layout.layers:
+    own = [layer for layer in layout.layers if layer.reads is None]
+    for layer in own:
         kind = (layer.chunk or 0, layer.window or 0)
         counts[kind] = counts.get(kind, 0) + 1
     parts = [f"{count} layers see {_seen(*kind)}" for kind, count in sorted(counts.items())]
-    groups = len(layout.windows)
-    return ", ".join(parts) + (f", in {groups} groups" if groups > 1 else "")
+    groups, readers = len(layout.windows), len(layout.layers) - len(own)
+    return (
+        ", ".join(parts)
+        + (f", in {groups} groups" if groups > 1 else "")
+        + (f", {readers} layers read the KV of others" if readers else "")
+    )
 
 
 def _seen(chunk: int, window: int) -> str:

@@ -40,7 +40,6 @@ _VIEWS = (
     torch.ops.aten.unsqueeze.default,
     torch.unsqueeze,
     torch.reshape,
-    Tensor.view,
 )
 FEW_ROWS = (2, 4)
 """The numbers of tokens of such steps."""
@@ -300,7 +299,7 @@ def _untransposed(node: Any) -> Any:  # noqa: ANN401
 
 def _part(node: Any) -> tuple[fx.Node, int, int] | None:  # noqa: ANN401
     """The product that heads are a view of, the first of their numbers, and how many they are."""
-    if not _is_call(node, Tensor.view) or not _is_call(node.args[0], torch.narrow):
+    if not _is_call(node, torch.reshape) or not _is_call(node.args[0], torch.narrow):
         return None
     product, axis, start, size = node.args[0].args
     return (product, start, size) if axis == -1 else None

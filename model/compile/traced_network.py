@@ -5,12 +5,13 @@ arithmetic. So its operations are traced once, and then run as one generated fun
 PyTorch's operators directly: the same operations on the same weights, so the same bits.
 
 Decides: what can be traced. The trace runs on fake tensors, which have shapes and no values, so a
-network that looks at values (rotary scaling by length, experts called one by one) is refused. An
-in-place operation on a tensor that nothing else reads becomes one with a new result. The numbers of
-tokens and rows of the trace are primes larger than those of any step, and occur in no network:
-each multiple of one of them becomes that multiple of the number at run time. No-ops (a cast to the
-same dtype, a product with 1) are removed. At the end the function is compared with the network, bit
-for bit, at several sizes, because a number may depend on the size in another way.
+network that looks at values (rotary scaling by length, experts called one by one) is refused.
+PyTorch's functionalization makes in-place operations into ones with new results; a network that
+writes into its own weights or buffers is refused. The numbers of tokens and rows of the trace are
+primes larger than those of any step, and occur in no network: each multiple of one of them becomes
+that multiple of the number at run time. No-ops (a cast to the same dtype, a product with 1) are
+removed. At the end the function is compared with the network, bit for bit, at several sizes,
+because a number may depend on the size in another way.
 
 Invariants: a traced network gave the network's own logits for every size tried; attention is called
 as the network calls it, layer by layer, with the same terms.
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
@@ -125,10 +127,19 @@ def _trace(
     positions = torch.zeros_like(tokens)
     rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
     with torch.no_grad():
-        trace = make_fx(
-            forward, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True
-        )
-        return trace(tokens, positions, rows)
+        return _traced(forward, tokens, positions, rows)
+
+
+def _traced(function: Callable[..., Tensor], *inputs: Tensor) -> fx.GraphModule:
+    """The operations of a function, none of them in place except on tensors that it owns."""
+    mode = FunctionalTensorMode(export=True, pre_dispatch=True)
+    trace = make_fx(
+        dispatch_functionalize(function, mode),
+        tracing_mode="fake",
+        pre_dispatch=True,
+        _allow_non_fake_inputs=True,
+    )
+    return trace(*inputs)
 
 
 class _Noting:
@@ -248,6 +259,10 @@ def _no_multiple(number: int) -> UnsupportedModelError:
     )
 
 
+_IDLE = (  # the trace of no_grad; what functionalization leaves of a cast
+    torch._C._set_grad_enabled,  # noqa: SLF001
+    torch.ops.aten._assert_tensor_metadata.default,  # noqa: SLF001
+)
 _PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: collectives of the ranks
 
 
@@ -257,60 +272,17 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
     if target is torch.ops.kvcore_trace.attend.default:
         query, key, value, layer = node.args
         node.target, node.args = operator.call, (call, layer, query, key, value)
-    elif target is torch._C._set_grad_enabled:  # noqa: SLF001  # the trace of no_grad
+    elif target is torch.ops.aten._to_copy.default and [*node.kwargs] == ["dtype"]:  # noqa: SLF001
+        node.target, node.args = torch.ops.aten.to.dtype, (node.args[0], node.kwargs["dtype"])
+        node.kwargs = {}
+    elif target in _IDLE:
         node.graph.erase_node(node)
     elif _is_idle(node):
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # a tensor's node
     elif target is operator.getitem:  # one of several results
         return
-    elif getattr(target, "namespace", None) not in _PURE:
+    elif getattr(target, "namespace", None) not in _PURE or target._schema.is_mutable:  # noqa: SLF001
         raise UnsupportedModelError(f"tracing: wanted pure operations of PyTorch, got {target}")
-    elif target._schema.is_mutable:  # noqa: SLF001
-        node.target = _pure_twin(node)
-
-
-def _pure_twin(node: fx.Node) -> Callable[..., Any]:
-    """The out-of-place twin of an in-place operation.
-
-    In the trace, every later operation reads the result. So nothing later may read the argument: it
-    must have memory of its own, and its other users must come before and keep no view of it.
-    """
-    target: Any = node.target
-    first = node.args[0]
-    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname  # noqa: SLF001
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    twin = getattr(packet, overload, None)
-    if (
-        twin is None
-        or not name.endswith("_")
-        or not isinstance(first, fx.Node)
-        or first.op != "call_function"
-        or any(not user < node or _shares_memory(user) for user in first.users if user is not node)
-        or _shares_memory(first)
-        or not all(_keeps_dtype(one, first) for one in node.args[1:])
-    ):
-        raise UnsupportedModelError(f"tracing: wanted pure operations of PyTorch, got {target}")
-    return twin  # type: ignore[no-any-return]
-
-
-def _shares_memory(node: fx.Node) -> bool:
-    """Whether the result of an operation may share memory with its arguments."""
-    target: Any = node.target
-    if target is operator.call:
-        return True
-    if target in _CASTS:  # a cast to another dtype is a copy
-        return _is_same_kind(node, node.args[0])
-    if target is operator.getitem:
-        return not isinstance(node.args[0], fx.Node) or _shares_memory(node.args[0])
-    return any(value.alias_info is not None for value in target._schema.returns)  # noqa: SLF001
-
-
-def _keeps_dtype(other: object, first: fx.Node) -> bool:
-    """Whether a second argument leaves the dtype of the first one unchanged."""
-    if not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor):
-        return True
-    dtype = first.meta["val"].dtype
-    return bool(torch.promote_types(dtype, other.meta["val"].dtype) == dtype)
 
 
 _CASTS = {
@@ -351,7 +323,7 @@ def _direct_names() -> Iterator[tuple[Any, Callable[..., Any]]]:
         yield getattr(getattr(torch.ops.aten, name), overload), getattr(torch, name)
     for name in ("linear", "silu", "gelu"):
         yield getattr(torch.ops.aten, name).default, getattr(torch.nn.functional, name)
-    yield torch.ops.aten.view.default, Tensor.view
+    yield torch.ops.aten.view.default, torch.reshape  # what attention returns may have gaps
 
 
 _DIRECT = dict(_direct_names())

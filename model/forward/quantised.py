@@ -72,7 +72,12 @@ def _largest(
 def _observe(network: PagedNetwork, step: StepTensors) -> list[tuple[Tensor, Tensor | None]]:
     noting = _Noting(network.backend)
     network.logits(step, backend=cast("backends.Backend", noting))
-    return [noting.largest[id(cache)] for cache in network.caches.layers]
+    caches = network.caches.layers
+    sources = [
+        number if layer.reads is None else layer.reads
+        for number, layer in enumerate(network.layout.layers)
+    ]
+    return [noting.largest[id(caches[source])] for source in sources]
 
 
 def _scales(network: PagedNetwork, largest: list[tuple[Tensor, Tensor | None]]) -> Scales:

@@ -87,12 +87,20 @@ def check_architecture(
 
 
 def _check_attention(architecture: str, config: PreTrainedConfig) -> None:
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # "vision": of images
         raise UnsupportedModelError(f"{architecture}: wanted causal attention, got bidirectional")
-    if getattr(config, "num_kv_shared_layers", None):
+    readers: int = getattr(config, "num_kv_shared_layers", None) or 0
+    if readers and not 0 < readers < config.num_hidden_layers:
         raise UnsupportedModelError(
-            f"{architecture}: wanted layers with keys and values of their own, "
-            f"got {config.num_kv_shared_layers} that read those of others"
+            f"{architecture}: num_kv_shared_layers: wanted fewer than all "
+            f"{config.num_hidden_layers} layers, got {readers}: a network whose layers all read "
+            f"the keys and values of another network (an assistant model) cannot run alone"
+        )
+    types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    if unread := sorted(set(types) - set(types[: len(types) - readers])):
+        raise UnsupportedModelError(
+            f"{architecture}: layer_types: wanted a layer of each type before the last {readers} "
+            f"(num_kv_shared_layers), which read its keys and values, got none of {unread[0]}"
         )
     crossing: Sequence[int] = getattr(config, "cross_attention_layers", None) or ()
     if crossing:

@@ -6,6 +6,9 @@ passes in which each token is alone. This is what allows a step to compute token
 side by side and in chunks. Rotary factors that follow the longest text of a batch, positions that a
 layer counts itself, convolutions and recurrent states all fail it.
 
+A layer that passes the very tensors of an earlier layer to its attention, and sees the same, reads
+that layer's keys and values: it stores nothing.
+
 Transformers passes masks to its mask interface as functions of two positions. Evaluated at a few
 places, such a function shows what it is: full causal attention, a sliding window or chunks. The
 mask counts, not what the configuration says.
@@ -19,7 +22,7 @@ Does not know: caches, requests, which backend will run.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -107,7 +110,12 @@ class _MaskProbe:
     def sees(self, queries: Sequence[int], keys: Sequence[int]) -> list[bool]:
         places = torch.tensor([queries, keys], dtype=torch.int64, device=self._device)
         zeros = torch.zeros_like(places[0])
-        seen: list[bool] = self._mask(zeros, zeros, *places).expand(len(queries)).tolist()
+        try:
+            seen: list[bool] = self._mask(zeros, zeros, *places).expand(len(queries)).tolist()
+        except IndexError as error:  # of a tensor with an element for each token of the pass
+            raise UnsupportedModelError(
+                "wanted a mask that follows from positions alone, it reads a value of each token"
+            ) from error
         return seen
 
     def count(self, query: int) -> int:
@@ -145,6 +153,8 @@ class Probe:
     soft_caps: dict[int, float | None] = field(default_factory=dict)
     patterns: dict[int, MaskPattern] = field(default_factory=dict)
     known: dict[object, MaskPattern] = field(default_factory=dict)  # by mask function
+    makers: dict[object, int] = field(default_factory=dict)  # the first layer with these tensors
+    kept: list[Tensor] = field(default_factory=list)  # so that no later tensor has their memory
 
     def see(self, layer: int, mask: Tensor | None) -> None:
         """Note what the mask of a layer lets it see.
@@ -175,6 +185,8 @@ class Probe:
             raise UnsupportedModelError(
                 f"layer {layer} asks for a window of {terms.window}, and its mask is {pattern}"
             )
+        maker = self.makers.setdefault((_memory(key), _memory(value), pattern), layer)
+        self.kept += key, value
         self.shapes[layer] = LayerShape(
             key.shape[1],
             key.shape[2],
@@ -182,9 +194,17 @@ class Probe:
             pattern.window,
             pattern.chunk,
             value_dim=value.shape[2] if value.shape[2] < key.shape[2] else None,
+            reads=None if maker == layer else maker,
         )
         self.soft_caps[layer] = terms.soft_cap
         return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def _memory(tensor: Tensor) -> object:
+    """Equal for two tensors that are the same numbers in memory, unchanged in between."""
+    storage = tensor.untyped_storage()._cdata  # noqa: SLF001  # the meta device has no addresses
+    place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return (*place, tensor._version)  # noqa: SLF001  # counts changes in place
 
 
 class _Mask(Tensor):
@@ -253,10 +273,11 @@ def _probing_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
-    """Run a token through the model and note what every layer stores and sees. One pass.
+    """Run a token through the model and note what every layer stores, reads and sees. One pass.
 
     This also proves that every layer attends through our function; a model with a layer that keeps
-    another kind of state (Mamba, linear attention) is refused.
+    another kind of state (Mamba, linear attention) is refused. A layer reads the keys and values of
+    another one only if a second pass, of two tokens, shows it too; otherwise it stores its own.
 
     Args:
         model: left with our attention.
@@ -265,18 +286,40 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
     Raises:
         UnsupportedModelError: the model cannot run with a paged cache, and why.
     """
+    name, probe = type(model).__name__, _probed(model, device, 1)
+    config = model.config.get_text_config()
+    num_layers: int = config.num_hidden_layers
+    if sorted(probe.shapes) != list(range(num_layers)):
+        missing = sorted(set(range(num_layers)) - set(probe.shapes))
+        raise UnsupportedModelError(
+            f"{name}: wanted every one of {num_layers} layers to attend through "
+            f"Transformers' AttentionInterface with a cache of its own, layers {missing} do not"
+        )
+    _check_declared(name, config, probe)
+    shapes = [probe.shapes[layer] for layer in range(num_layers)]
+    if any(shape.reads is not None for shape in shapes):
+        again = _probed(model, device, 2).shapes
+        for layer, shape in enumerate(shapes):
+            if again[layer].reads != shape.reads:
+                shapes[layer] = replace(shape, reads=None)
+    return tuple(shapes)
+
+
+def _probed(model: PreTrainedModel, device: torch.device, num_tokens: int) -> Probe:
+    """Run tokens through the model, as a step does."""
     name = type(model).__name__
     probe = Probe()
-    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    tokens = torch.arange(num_tokens, device=device)[None]
     # On the meta device no value can be read: a padding mask keeps Transformers from trying to.
-    mask = torch.ones_like(token) if device.type == "meta" else None
+    mask = torch.ones_like(tokens) if device.type == "meta" else None
     try:
         with _probing_attention(model), torch.no_grad():
             model(
-                input_ids=token,
-                position_ids=token,
+                input_ids=tokens,
+                position_ids=tokens,
                 attention_mask=mask,
                 use_cache=False,
+                logits_to_keep=tokens[0],
                 paged=probe,
             )
     except UnsupportedModelError as error:
@@ -288,16 +331,7 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
         raise UnsupportedModelError(
             f"{name}: Transformers' own class fails on this configuration: {reason}"
         ) from error
-    config = model.config.get_text_config()
-    num_layers: int = config.num_hidden_layers
-    if sorted(probe.shapes) != list(range(num_layers)):
-        missing = sorted(set(range(num_layers)) - set(probe.shapes))
-        raise UnsupportedModelError(
-            f"{name}: wanted every one of {num_layers} layers to attend through "
-            f"Transformers' AttentionInterface with a cache of its own, layers {missing} do not"
-        )
-    _check_declared(name, config, probe)
-    return tuple(probe.shapes[layer] for layer in range(num_layers))
+    return probe
 
 
 def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
@@ -473,6 +507,7 @@ def _run(
             input_ids=torch.tensor([tokens], device=device),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
+            logits_to_keep=torch.arange(len(tokens), device=device),
             paged=alone,
             **more,
         )

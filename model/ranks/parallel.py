@@ -144,6 +144,7 @@ class _Sharding:
     ) -> None:
         self._network, self._plan, self._ranks, self._sums = network, plan, ranks, sums
         config = network.config.get_text_config()
+        self._is_sparse = any(getattr(config, "activation_sparsity_pattern", None) or ())
         self._num_heads = int(getattr(config, "num_attention_heads", ranks.size))
         self._num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self._num_heads)
 
@@ -178,6 +179,11 @@ class _Sharding:
 
     def _check_heads(self) -> None:
         size = self._ranks.size
+        if self._is_sparse:  # Gemma 3n
+            raise UnsupportedModelError(
+                "--tp: activation_sparsity_pattern: wanted layers that compute an activation from "
+                "itself, these compare it with all others, which Transformers' plan splits"
+            )
         if not self._cut_projections:
             return
         if self._num_kv_heads % size and not self._cut_projections.isdisjoint(_FUSED):

@@ -8,7 +8,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -39,6 +41,15 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,  # tied, a large embedding scale repeats its input
 }
 _HYBRID = ["sliding_attention", "full_attention"]
+_READERS: dict[str, Any] = {  # the last two layers read the keys and values of the first two
+    **_COMMON,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": 2 * _HYBRID,
+    "sliding_window": 7,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 16,
+}
 
 _DERIVED = {name: value for name, value in _COMMON.items() if name != "head_dim"} | {
     "hidden_size": 64  # so that a head has 16 as well
@@ -61,6 +72,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **_COMMON, sliding_window=7, layer_types=_HYBRID, query_pre_attn_scalar=24
     ),
+    "gemma3n": Gemma3nTextConfig(
+        **_READERS, laurel_rank=8, activation_sparsity_pattern=[0.9, 0.0, 0.9, 0.0]
+    ),
+    "gemma4": Gemma4TextConfig(**_READERS, global_head_dim=32),
     "gpt_oss": GptOssConfig(
         **_COMMON,
         sliding_window=7,

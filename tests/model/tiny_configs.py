@@ -99,6 +99,7 @@ def rope(kind: str) -> dict[str, Any]:
 
 _NO_SHARED = {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]}
 _HYBRID = ["full_attention", "sliding_attention"]
+_SHARED = {"num_kv_shared_layers": 2, "layer_types": 2 * _HYBRID, "num_hidden_layers": 4}
 _LINEAR = ["linear_attention", "full_attention"]
 
 EXTRA |= {
@@ -114,12 +115,16 @@ EXTRA |= {
     "Lfm2MoeConfig": {"": {"layer_types": ["conv", "full_attention"]}},
     "Gemma3nTextConfig": {
         "": _NO_SHARED | {"activation_sparsity_pattern": [0.0, 0.0]},
-        "shared": {"num_kv_shared_layers": 2, "layer_types": 2 * _HYBRID, "num_hidden_layers": 4},
+        "shared": _SHARED | {"activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
     },
+    "Gemma3nConfig": {"": {"text_config": _SHARED}},
     "Gemma4TextConfig": {
         "": _NO_SHARED,
-        "shared": {"num_kv_shared_layers": 2, "layer_types": 2 * _HYBRID, "num_hidden_layers": 4},
+        "shared": _SHARED,
+        "keys as values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     },
+    "Gemma4UnifiedConfig": {"": {"text_config": {"pad_token_id": 0}}},
+    "Gemma4UnifiedTextConfig": {"": {}, "shared": _SHARED},
     "MinistralConfig": {"": {}, "mixed": {"layer_types": _HYBRID}},
     "LagunaConfig": {"": {}, "mixed": {"layer_types": _HYBRID}},
     "MellumConfig": {"": {}, "mixed": {"layer_types": _HYBRID}},
@@ -139,7 +144,11 @@ EXTRA |= {
     "Llama4Config": {"": {"text_config": {"no_rope_layers": [1, 0]}}},
     "Llama4TextConfig": {"": {"no_rope_layers": [1, 0]}},
     "LongcatFlashConfig": {"": {"head_dim": 8, "qk_rope_head_dim": 8}},
-    "Gemma4Config": {"": {"text_config": {"pad_token_id": 0}}},
+    "Gemma4Config": {
+        "": {"text_config": {"pad_token_id": 0}},
+        "shared": {"text_config": _SHARED | {"pad_token_id": 0}},
+        "vision": {"text_config": {"pad_token_id": 0, "use_bidirectional_attention": "vision"}},
+    },
     "Gemma4AssistantConfig": {
         "": {
             "text_config": {

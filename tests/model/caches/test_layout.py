@@ -1,6 +1,7 @@
 """Which layers share a table and memory, what that takes, and what a window saves."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,24 @@ def test_every_layer_has_a_place_of_its_own_among_those_that_see_the_same(window
         size = windows.count(window)
         held = layout.windows.count(window) * len(layout.place_bytes)
         assert size <= held <= size + size / 8
+
+
+@given(
+    windows=st.lists(WINDOWS, min_size=1, max_size=12),
+    read=st.lists(st.integers(0, 11), max_size=12),
+    block_size=st.integers(1, 5),
+)
+def test_a_layer_that_reads_another_has_its_place_and_costs_nothing(windows, read, block_size):
+    own = layers(*windows)
+    readers = [replace(own[n % len(own)], reads=n % len(own)) for n in read]
+    alone, layout = plan_layout(own), plan_layout([*own, *readers])
+    assert replace(layout, layers=alone.layers, places=alone.places) == alone
+    assert layout.token_bytes == alone.token_bytes
+    caches = KVCaches.allocate(layout, 3, block_size, CPU)
+    for number, reader in enumerate(readers, start=len(own)):
+        assert layout.places[number] == layout.places[reader.reads]
+        caches.layers[reader.reads].k[2] = number
+        assert bool((caches.layers[number].k[2] == number).all())
 
 
 SHAPES = st.one_of(

@@ -23,6 +23,7 @@ from tests.model.reference import ReferenceBackend
 MIB, GIB = 1 << 20, 1 << 30
 # 1024 bytes a token: 16 KiB a block of 16.
 LAYOUT = plan_layout([LayerShape(2, 64, torch.float32)])
+READING = [LayerShape(2, 64, torch.float32, reads=number) for number in (None, 0, 0)]
 HYBRID = plan_layout([LayerShape(2, 64, torch.float32, window) for window in (None, 32)])
 
 
@@ -204,6 +205,10 @@ def test_the_line_says_what_was_decided_and_what_layers_see():
         "KV cache: 1,000 blocks of 16 tokens, 15.6 MiB of 1.0 GiB free (as asked for); "
         "1 layers see all, 1 layers see the last 32 tokens, in 2 groups"
     )
+    reading = plan_layout(READING)
+    line = plan(GIB, layout=reading, num_blocks=1000).describe(reading)
+    assert " 15.6 MiB of " in line
+    assert line.endswith("; 1 layers see all, 2 layers read the KV of others")
 
 
 def test_on_a_cpu_an_engine_asks_the_system_and_refuses_what_is_not_there(monkeypatch):

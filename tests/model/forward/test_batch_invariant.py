@@ -28,7 +28,7 @@ def outputs(engine, numbers):
     return {n: one.tokens for n, one in zip(numbers, done, strict=True)}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma4"])
 @pytest.mark.parametrize("budget", [2048, 16])
 def test_a_request_gives_the_same_bits_alone_and_in_any_batch(architecture, budget):
     """Tokens and log-probabilities; also where prompts are computed in chunks, and found again."""

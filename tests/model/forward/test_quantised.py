@@ -37,7 +37,7 @@ def distance(left, right):
     )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gemma4", "mistral"])
 def test_what_is_likely_stays_so_with_a_quarter_of_the_memory(architecture):
     exact, small = make(architecture, kv_dtype="auto"), make(architecture)
     assert small.memory.kv_bytes * 4 == exact.memory.kv_bytes

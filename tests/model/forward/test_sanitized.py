@@ -60,7 +60,7 @@ def tokens(engine, max_tokens=20, num_samples=1, prompts=PROMPTS):
     ],
     ids=["plain", "late", "preempted", "swapped", "chunks"],
 )
-@pytest.mark.parametrize("architecture", ["qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral", "gemma2", "gemma4"])
 def test_nothing_is_found_in_the_runner_and_no_token_changes(architecture, sizes):
     engine = make(architecture, **sizes)
     assert tokens(engine) == tokens(make(architecture, **sizes, sanitize=False))

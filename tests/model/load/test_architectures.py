@@ -1,4 +1,4 @@
-"""Nine architectures, paged, against `generate`: the same tokens, whatever the step looks like.
+"""Eleven architectures, paged, against `generate`: the same tokens, whatever the step looks like.
 
 Random networks; from the seed given, the next is taken in which every greedy choice is clear: two
 ways of computing agree token by token only where the two best logits are not nearly equal.
@@ -6,15 +6,19 @@ ways of computing agree token by token only where the two best logits are not ne
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
+from kvcore.sanitize import SanitizerError
 from model import EngineConfig, SamplingParams, Submission
+from model.attention.attention import PagedPass
+from model.caches.layout import plan_layout
 from model.engine import Engine
-from model.load.loader import wrap_network
+from model.load.loader import with_draft, wrap_network
 from tests.model.networks import (
     CONFIGS,
     ByteCodec,
@@ -28,9 +32,11 @@ from tests.model.reference import ReferenceBackend
 
 CLEAR = 1e-3
 SEEDS = {"qwen3": 18, "llama": 19, "mistral": 15, "gemma2": 0, "gemma3": 21, "gpt_oss": 10}
-SEEDS |= {"qwen2": 0, "phi3": 0, "olmo2": 0}
+SEEDS |= {"qwen2": 0, "phi3": 0, "olmo2": 0, "gemma3n": 0, "gemma4": 0}
 # So few blocks that the four requests, which come to 153 tokens, cannot all run to their ends.
-SMALL = dict.fromkeys(CONFIGS, 24) | {"gemma2": 30, "gemma3": 30, "gpt_oss": 30}
+SMALL = dict.fromkeys(CONFIGS, 24) | dict.fromkeys(
+    ("gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"), 30
+)
 FULL_ALONE = ["qwen3", "qwen2", "llama", "olmo2"]
 WINDOWS_ALONE = {"mistral", "phi3"}  # never need more blocks than when they start
 
@@ -94,6 +100,65 @@ def test_cached_chunked_and_preempted_at_once_changes_no_token(architecture, swa
     assert engine.stats.num_steps > NUM_TOKENS + 4
 
 
+@pytest.mark.parametrize("drafts", ["itself", "another"])
+@pytest.mark.parametrize("architecture", ["gemma3n", "gemma4"])
+def test_drafts_change_no_token_of_layers_that_read_others(architecture, drafts):
+    model, dense = clear_case(architecture)
+    model = with_draft(model, build(architecture, SEEDS[architecture] + (drafts == "another")))
+    sizes = EngineConfig(num_blocks=80, block_size=4, max_num_batched_tokens=16, draft_model=drafts)
+    engine = Engine(model, backend_of("numba"), sizes)
+    done = engine.generate(prompts(), SamplingParams(max_tokens=NUM_TOKENS))
+    assert [one.request.output_tokens for one in done] == dense
+    assert engine.stats.num_draft_tokens > 0
+    assert (engine.stats.num_accepted_tokens > 20) == (drafts == "itself")
+
+
+def _reads_the_wrong_layer(layers):
+    layout = plan_layout(layers)
+    first, second, *_ = layout.places
+    return replace(layout, places=(first, second, second, first))
+
+
+def _has_a_place_of_its_own(layers):
+    own = [replace(layer, reads=None) for layer in layers]
+    return replace(plan_layout(own), layers=tuple(layers))
+
+
+def _keeps_what_it_is_given(layers):
+    own = [replace(layer, reads=None) for layer in layers]
+    return replace(plan_layout(layers), layers=tuple(own))
+
+
+@pytest.mark.parametrize(
+    ("planted", "sanitize"),
+    [
+        (_reads_the_wrong_layer, False),
+        (_has_a_place_of_its_own, False),
+        (_has_a_place_of_its_own, True),
+        (_keeps_what_it_is_given, False),
+    ],
+)
+def test_a_layer_that_reads_or_writes_elsewhere_is_noticed(monkeypatch, planted, sanitize):
+    dense = clear_case("gemma4")[1]
+    if planted is _keeps_what_it_is_given:  # and makes other keys than the layer that it reads
+        _make_other_keys(monkeypatch)
+    monkeypatch.setattr("model.forward.network.plan_layout", planted)
+    if sanitize:
+        with pytest.raises(SanitizerError, match=r"of layer 2: .* a slot that was never written"):
+            paged("gemma4", "numba", num_blocks=80, sanitize=True)
+    else:
+        assert paged("gemma4", "numba", num_blocks=80)[1] != dense
+
+
+def _make_other_keys(monkeypatch):
+    attend = PagedPass.attend
+
+    def attending(self, layer, query, key, value, terms):
+        return attend(self, layer, query, key + layer // 2, value, terms)
+
+    monkeypatch.setattr(PagedPass, "attend", attending)
+
+
 ARRIVALS = st.tuples(
     st.integers(0, 3),  # which prompt
     st.sampled_from([0, 0, -1, 1]),  # its priority
@@ -103,7 +168,7 @@ ARRIVALS = st.tuples(
 )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma4", "mistral"])
 @settings(max_examples=12)
 @given(
     arrivals=st.lists(ARRIVALS, min_size=1, max_size=6),
@@ -165,6 +230,8 @@ def test_logits_in_bfloat16_are_as_near_to_float32_as_dense_ones(architecture):
         ("gemma2", "sliding_window", 4096),
         ("gemma2", "attn_logit_softcapping", None),
         ("gemma3", "sliding_window", 4096),
+        ("gemma3n", "sliding_window", 4096),
+        ("gemma4", "sliding_window", 4096),
         ("gpt_oss", "sliding_window", 4096),
     ],
 )

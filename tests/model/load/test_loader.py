@@ -78,8 +78,12 @@ def test_a_folder_without_weights_says_so(folder_of):
             "Gemma3ForCausalLM: wanted causal attention",
         ),
         (
-            {"model_type": "gemma3n_text", "num_hidden_layers": 20, "num_kv_shared_layers": 5},
-            "Gemma3nForCausalLM: wanted layers with keys .* got 5 that read those of others",
+            {"model_type": "gemma3n_text", "num_hidden_layers": 20, "num_kv_shared_layers": 20},
+            "Gemma3nForCausalLM: num_kv_shared_layers: wanted fewer than all 20 layers, got 20",
+        ),
+        (
+            {"model_type": "gemma4_text", "num_hidden_layers": 6, "num_kv_shared_layers": 1},
+            "Gemma4ForCausalLM: layer_types: wanted .* before the last 1 .* none of full_attention",
         ),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",

@@ -1,22 +1,25 @@
 """What is found out about a network by running it, and that a network that lies is found out."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import masking_utils
+from transformers import AttentionInterface, masking_utils
 from transformers.models.llama import modeling_llama
 
 import backends
+from backends import AttentionTerms
 from model import EngineConfig, SamplingParams
 from model.attention.attention import attend
 from model.attention.positions import RowsElsewhere
 from model.caches.layout import LayerShape
 from model.engine import Engine
 from model.errors import UnsupportedModelError
+from model.load import probes
 from model.load.probes import (
     MaskPattern,
     Probe,
@@ -71,6 +74,7 @@ def _with_first_tokens(batch, head, q, k):
         (masking_utils.sliding_window_bidirectional_mask_function(8), "its mask is bidirectional"),
         (lambda batch, head, q, k: (k <= q) & (q % 2 == k % 2), "none of them"),
         (_with_first_tokens, "none of them"),
+        (lambda batch, head, q, k: torch.zeros(1)[q] == 0, "it reads a value of each token"),
         (lambda batch, head, q, k: k < q, "none of them"),
     ],
 )
@@ -84,6 +88,48 @@ def test_a_probe_measures_every_layer():
     window, full = (LayerShape(2, 16, torch.float32, window) for window in (7, None))
     assert probe_layers(model.network, CPU) == (window, full)
     assert window.token_bytes == full.token_bytes == 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("architecture", ["gemma3n", "gemma4"])
+def test_a_probe_finds_which_layers_read_the_keys_and_values_of_others(architecture):
+    shapes = probe_layers(build(architecture).network, CPU)
+    assert [shape.reads for shape in shapes] == [None, None, 0, 1]
+    assert shapes[2:] == tuple(replace(shapes[n], reads=n) for n in (0, 1))
+
+
+def _copied(states, query):
+    return tuple(part.clone() for part in states)
+
+
+def _only_alone(states, query):
+    return states if query.shape[2] == 1 else _copied(states, query)
+
+
+def _changed_in_place(states, query):
+    return tuple(part.mul_(1) for part in states)
+
+
+@pytest.mark.parametrize("passed_on", [_copied, _only_alone, _changed_in_place])
+def test_a_layer_that_may_have_other_keys_than_the_one_it_follows_stores_its_own(
+    monkeypatch, passed_on
+):
+    def planted(module, query, key, value, *args, **kwargs):
+        if module.layer_idx == 3:
+            key, value = passed_on((key, value), query)
+        return attend_probing(module, query, key, value, *args, **kwargs)
+
+    attend_probing = probes._attend_probing
+    monkeypatch.setitem(AttentionInterface._global_mapping, probes._PROBING, planted)
+    shapes = probe_layers(build("gemma4").network, CPU)
+    assert [shape.reads for shape in shapes] == [None, None, 0, None]
+
+
+def test_a_layer_that_sees_more_than_the_one_it_follows_stores_its_own():
+    probe, kept = Probe(), torch.zeros(3, 2, 16)
+    for layer, pattern in enumerate([MaskPattern(7), MaskPattern(), MaskPattern(7)]):
+        probe.patterns[layer] = pattern
+        probe.attend(layer, kept, kept[:], kept[:], AttentionTerms(scale=1.0))
+    assert [shape.reads for shape in probe.shapes.values()] == [None, None, 0]
 
 
 @pytest.mark.parametrize(
