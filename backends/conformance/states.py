@@ -44,8 +44,8 @@ class StateCase:
     """(tokens, mode) of each sequence."""
     dims: tuple[int, int] = (16, 16)
     """Of a head's state: key_dim, value_dim; of a convolution: width - 1, channels."""
-    num_heads: int = 2
-    num_key_heads: int = 1
+    num_heads: int = 4
+    num_key_heads: int = 2
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
     options: bool = True
@@ -202,7 +202,7 @@ def _cases(*, quick: bool) -> Iterator[StateCase]:
         yield small.with_(name="extreme", extreme=True)
         if quick:
             continue
-        base = small.with_(num_heads=4, num_key_heads=2, dims=(64, 64))
+        base = small.with_(dims=(64, 64))
         sizes = [(128, 128), (96, 192), (64, 256), (256, 64), (80, 100), (256, 256)]
         if layer == "conv":
             base = small.with_(dims=(3, 300))
