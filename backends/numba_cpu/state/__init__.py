@@ -1,1 +1,1 @@
-"""Operations on recurrent states on a CPU; `slots` is what they share."""
+"""Operations on recurrent states on a CPU."""

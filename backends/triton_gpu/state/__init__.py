@@ -1,4 +1,1 @@
-"""Operations on recurrent states: one token per sequence, or a few draft tokens.
-
-Read `linear_attention`, then `short_conv`. `slots` is what they share.
-"""
+"""Operations on recurrent states on a GPU."""
