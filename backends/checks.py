@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch, require_tensor
 from backends.errors import InvalidArgumentError, UnsupportedError
-from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch
+from backends.states import LinearAttentionTerms, LinearRows, ShortConvTerms, StateBatch
 
 
 def check_cache(backend: Backend, cache: KVCache) -> None:
@@ -170,22 +170,13 @@ def check_short_conv(
 
 def check_linear_attention(
     backend: Backend,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    rows: LinearRows,
     state: Tensor,
     batch: StateBatch,
     terms: LinearAttentionTerms,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `linear_attention_step` agree with each other and the capabilities.
-
-    Args:
-        backend: whose capabilities count.
-        rows: query, key, value, decay, beta.
-        state: as in the operation; so are the others.
-        batch: which states.
-        terms: what is computed.
-        out: where the result goes.
-    """
+    """The arguments of `linear_attention_step` agree with each other and the capabilities."""
     (query, key, value, decay, beta), gate, limit = rows, terms.gate, backend.capabilities
     _check_state(backend, state, batch, (None, None, None))
     count, (heads, key_dim, value_dim) = batch.num_tokens, state.shape[1:]

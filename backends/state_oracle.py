@@ -20,11 +20,15 @@ import torch
 from torch import Tensor
 
 from backends.oracle import one_thread
-from backends.states import NORM_EPSILON, LinearAttentionTerms, ShortConvTerms, StateBatch
+from backends.states import (
+    NORM_EPSILON,
+    LinearAttentionTerms,
+    LinearRows,
+    ShortConvTerms,
+    StateBatch,
+)
 
 _U = 2.0**-24
-StateRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""query, key, value, decay, beta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def short_conv(x: Tensor, state: Tensor, batch: StateBatch, terms: ShortConvTerm
 
 @one_thread()
 def linear_attention(
-    rows: StateRows, state: Tensor, batch: StateBatch, terms: LinearAttentionTerms
+    rows: LinearRows, state: Tensor, batch: StateBatch, terms: LinearAttentionTerms
 ) -> Expected:
     """What `linear_attention_step` returns and writes; it reads no slot but those to be read."""
     query, key, value = map(_exact, rows[:3])

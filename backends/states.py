@@ -153,6 +153,8 @@ class LinearAttentionTerms:
 
 
 StateTerms = ShortConvTerms | LinearAttentionTerms
+LinearRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""query, key, value, decay, beta of `linear_attention_step`."""
 
 
 @dataclass(frozen=True, slots=True)

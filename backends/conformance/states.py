@@ -20,6 +20,7 @@ from backends.contract import Backend
 from backends.states import (
     DecayGate,
     LinearAttentionTerms,
+    LinearRows,
     ShortConvTerms,
     StateBackend,
     StateBatch,
@@ -331,7 +332,7 @@ def _gapped(rows: Tensor, live: int, device: torch.device, *, odd: bool) -> tupl
     return memory, view
 
 
-def _five(rows: tuple[Tensor, ...]) -> state_oracle.StateRows:
+def _five(rows: tuple[Tensor, ...]) -> LinearRows:
     """Rows of linear attention; the last may be missing."""
     query, key, value, decay, *beta = rows
     return query, key, value, decay, beta[0] if beta else None

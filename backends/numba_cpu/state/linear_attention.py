@@ -26,7 +26,7 @@ from backends.numba_cpu.plans import Plans, sign
 from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked, rows_of
 from backends.numba_cpu.tiles import Floats
 from backends.numba_cpu.workers import Workers
-from backends.states import NORM_EPSILON, LinearAttentionTerms, StateBatch
+from backends.states import NORM_EPSILON, LinearAttentionTerms, LinearRows, StateBatch
 
 GRAIN = 1 << 15  # elements of states a thread: fewer cost more to hand out than to compute
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -198,23 +198,13 @@ def linear_attention_step(
     backend: Backend,
     workers: Workers,
     plans: Plans[StatePlan],
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    rows: LinearRows,
     state: Tensor,
     batch: StateBatch,
     terms: LinearAttentionTerms,
     out: Tensor | None,
 ) -> Tensor:
     """One token after the other, of every sequence; see `StateBackend.linear_attention_step`.
-
-    Args:
-        backend: whose capabilities count.
-        workers: the threads.
-        plans: of calls seen before.
-        rows: query, key, value, decay, beta.
-        state: as in the operation; so are the others.
-        batch: which states.
-        terms: what is computed.
-        out: where the result goes.
 
     Raises:
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
@@ -249,7 +239,7 @@ def linear_attention_step(
 
 
 def _plan(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    rows: LinearRows,
     state: Tensor,
     terms: LinearAttentionTerms,
     out: Tensor,

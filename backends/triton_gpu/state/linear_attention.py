@@ -19,7 +19,7 @@ from torch import Tensor
 
 from backends.checks import check_linear_attention
 from backends.contract import Backend
-from backends.states import NORM_EPSILON, LinearAttentionTerms, StateBatch
+from backends.states import NORM_EPSILON, LinearAttentionTerms, LinearRows, StateBatch
 from backends.triton_gpu.shared.launch import Launch, launcher
 from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two, sign
 from backends.triton_gpu.state.slots import INDICES, rows_of, slot_at
@@ -158,22 +158,13 @@ def _step(
 def linear_attention_step(
     backend: Backend,
     place: Place,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    rows: LinearRows,
     state: Tensor,
     batch: StateBatch,
     terms: LinearAttentionTerms,
     out: Tensor | None,
 ) -> Tensor:
     """One token after the other, of every sequence; see `StateBackend.linear_attention_step`.
-
-    Args:
-        backend: whose capabilities count.
-        place: where to launch.
-        rows: query, key, value, decay, beta.
-        state: as in the operation; so are the others.
-        batch: which states.
-        terms: what is computed.
-        out: where the result goes.
 
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
@@ -205,7 +196,7 @@ def linear_attention_step(
 
 def _plan(
     place: Place,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    rows: LinearRows,
     state: Tensor,
     batch: StateBatch,
     terms: LinearAttentionTerms,
