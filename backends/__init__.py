@@ -1,5 +1,6 @@
-"""The data plane: kernels over a paged KV cache, behind one contract, chosen by name.
+"""The data plane: kernels over paged KV caches and recurrent states, behind one contract.
 
+Backends are chosen by name.
 Importing this imports torch and no toolchain; `get_backend` loads one.
 """
 
@@ -21,6 +22,14 @@ from backends.errors import (
     UnsupportedError,
 )
 from backends.registry import BackendStatus, backend_names, get_backend, list_backends
+from backends.states import (
+    DecayGate,
+    LinearAttentionTerms,
+    ShortConvTerms,
+    StateBackend,
+    StateBatch,
+    StateCall,
+)
 
 __all__ = [
     "AttentionTerms",
@@ -29,12 +38,18 @@ __all__ = [
     "BackendStatus",
     "BackendUnavailableError",
     "Capabilities",
+    "DecayGate",
     "InvalidArgumentError",
     "KVCache",
     "KVLayout",
     "LayerCall",
+    "LinearAttentionTerms",
     "PagedBatch",
     "SharedPrefix",
+    "ShortConvTerms",
+    "StateBackend",
+    "StateBatch",
+    "StateCall",
     "UnknownBackendError",
     "UnsupportedError",
     "backend_names",

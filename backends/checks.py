@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch, require_tensor
 from backends.errors import InvalidArgumentError, UnsupportedError
+from backends.states import LinearAttentionTerms, LinearRows, ShortConvTerms, StateBatch
 
 
 def check_cache(backend: Backend, cache: KVCache) -> None:
@@ -147,6 +148,94 @@ def check_slot_mapping(
     require_tensor("out", out, dtype=torch.int64, shape=(None,), device=device)
     if block_size < 1:
         raise InvalidArgumentError("block_size", "at least 1", str(block_size))
+
+
+def check_short_conv(
+    backend: Backend,
+    x: Tensor,
+    state: Tensor,
+    batch: StateBatch,
+    terms: ShortConvTerms,
+    out: Tensor | None,
+) -> None:
+    """The arguments of `short_conv_step` agree with each other and the capabilities."""
+    channels, width = terms.weight.shape
+    _check_state(backend, state, batch, (width - 1, channels))
+    require_tensor("x", x)
+    shape, weight = (batch.num_tokens, channels), (terms.weight, terms.weight.shape)
+    _check_rows(
+        state.device, state.dtype, x=(x, shape), out=(out, shape), **{"terms.weight": weight}
+    )
+
+
+def check_linear_attention(
+    backend: Backend,
+    rows: LinearRows,
+    state: Tensor,
+    batch: StateBatch,
+    terms: LinearAttentionTerms,
+    out: Tensor | None,
+) -> None:
+    """The arguments of `linear_attention_step` agree with each other and the capabilities."""
+    (query, key, value, decay, beta), gate, limit = rows, terms.gate, backend.capabilities
+    _check_state(backend, state, batch, (None, None, None))
+    count, (heads, key_dim, value_dim) = batch.num_tokens, state.shape[1:]
+    if max(key_dim, value_dim) > limit.max_state_dim:
+        wanted = f"dimensions of at most {limit.max_state_dim}"
+        raise UnsupportedError("state", wanted, f"{key_dim} and {value_dim}")
+    require_tensor("query", query, shape=(count, None, key_dim))
+    require_tensor("decay", decay)
+    if query.dtype not in limit.dtypes:
+        raise UnsupportedError("query", f"a dtype of {_names(limit.dtypes)}", str(query.dtype))
+    if query.shape[1] == 0 or heads % query.shape[1]:
+        raise InvalidArgumentError("query", f"a divisor of {heads} heads", str(query.shape[1]))
+    of_keys, of_heads, of_values = query.shape, (count, heads), (count, heads, value_dim)
+    by_channel = gate is None and decay.dim() == 3
+    _check_rows(state.device, query.dtype, query=(query, of_keys), key=(key, of_keys))
+    _check_rows(state.device, query.dtype, value=(value, of_values), out=(out, of_values))
+    of_decay = (count, heads, key_dim) if by_channel else of_heads
+    kind = torch.float32 if gate is None else query.dtype
+    _check_rows(state.device, kind, decay=(decay, of_decay))
+    if terms.delta_rule == (beta is None):
+        wanted = "a tensor with the delta rule, None without it"
+        raise InvalidArgumentError("beta", wanted, "None" if beta is None else "a tensor")
+    _check_rows(state.device, query.dtype, beta=(beta, of_heads))
+    of_terms = {"terms.skip": (terms.skip, (heads,))}
+    if gate is not None:
+        of_terms["terms.gate.a"] = (gate.a, (heads,))
+    _check_rows(state.device, torch.float32, **of_terms)
+
+
+def _check_state(
+    backend: Backend, state: Tensor, batch: StateBatch, inside: tuple[int | None, ...]
+) -> None:
+    """States on the backend's device, of a dtype it has, without gaps inside a slot."""
+    can = backend.capabilities
+    require_tensor("state", state, shape=(None, *inside))
+    if state.device.type != backend.device.type:
+        raise InvalidArgumentError("state", f"device {backend.device}", f"{state.device}")
+    if state.dtype not in can.state_dtypes:
+        wanted = f"a dtype of {_names(can.state_dtypes)}"
+        if not can.state_dtypes:
+            wanted = f"a backend with operations on states, which {backend.name} is not"
+        raise UnsupportedError("state", wanted, str(state.dtype))
+    if 0 in state.shape or not state[0].is_contiguous():
+        came = f"shape {list(state.shape)} with strides {list(state.stride())}"
+        raise InvalidArgumentError(
+            "state", "slots that are not empty and have no gaps inside", came
+        )
+    if batch.read_slots.device != state.device:
+        came = f"device {batch.read_slots.device}"
+        raise InvalidArgumentError("batch", f"device {state.device}", came)
+
+
+def _check_rows(
+    device: torch.device, dtype: torch.dtype, **wanted: tuple[Tensor | None, tuple[int, ...]]
+) -> None:
+    """Tensors beside the state, by name: of this dtype and shape; only rows must be given."""
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None or name in {"key", "value"}:
+            require_tensor(name, tensor, dtype=dtype, shape=shape, device=device)
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

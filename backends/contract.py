@@ -329,6 +329,11 @@ class Capabilities:
     again, and further bytes for each sequence; None: it never pays."""
     max_latent_dim: int = 0
     """Numbers of a latent at most, under any number of query heads; 0: it has no such caches."""
+    state_dtypes: tuple[torch.dtype, ...] = ()
+    """Dtypes of recurrent states, for rows of any of `dtypes`; empty: it has no operations on
+    states. If there are any, the backend is a `StateBackend`."""
+    max_state_dim: int = 0
+    """The two dimensions of a head's state at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,9 @@ KVCORE_LAYERS = (
 BACKENDS_LAYERS = (
     ("errors",),
     ("contract",),
+    ("states",),
     ("checks", "oracle", "registry"),
+    ("state_oracle",),
     ("__init__",),
     ("numba_cpu", "triton_gpu"),
     ("conformance",),
@@ -41,7 +43,7 @@ BACKENDS_LAYERS = (
 
 TRITON_GPU_LAYERS = (
     ("shared",),
-    ("decode", "prefill"),
+    ("decode", "prefill", "state"),
     ("hopper",),
     ("latent",),
     ("ahead", "copy_blocks", "paged_attention", "slot_mapping", "store_kv"),

@@ -12,7 +12,9 @@ from backends.conformance.cases import AttentionCase
 from backends.conformance.movement import check_movement
 from backends.conformance.relations import check_relations
 from backends.conformance.report import Finding, Report
+from backends.conformance.states import check_states, state_cases
 from backends.contract import Backend
+from backends.states import StateBackend
 
 __all__ = ["AttentionCase", "Finding", "Report", "run"]
 
@@ -38,6 +40,9 @@ def _cases(
         yield "attention", case.name, partial(check_attention, backend, case)
     for base in _relation_bases(backend, quick=quick):
         yield "relations", base.name, partial(check_relations, backend, base)
+    if isinstance(backend, StateBackend):
+        for each in state_cases(backend, quick=quick):
+            yield "states", each.name, partial(check_states, backend, each)
 
 
 def _collect(

@@ -17,15 +17,18 @@ from backends.numba_cpu.copy_blocks import copy_blocks
 from backends.numba_cpu.paged_attention import AttentionPlan, paged_attention
 from backends.numba_cpu.plans import Plans
 from backends.numba_cpu.slot_mapping import compute_slot_mapping
+from backends.numba_cpu.state.linear_attention import StatePlan, linear_attention_step
+from backends.numba_cpu.state.short_conv import short_conv_step
 from backends.numba_cpu.store_kv import StorePlan, store_kv
 from backends.numba_cpu.warm_up import warm_up
 from backends.numba_cpu.workers import Workers
+from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch, StateCall
 
 
 class NumbaBackend:
     """Serial numba kernels over slices of the work; see `backends.Backend` for the operations."""
 
-    __slots__ = ("_attention_plans", "_store_plans", "_workers")
+    __slots__ = ("_attention_plans", "_conv_plans", "_state_plans", "_store_plans", "_workers")
 
     name = "numba"
     device = torch.device("cpu")
@@ -36,6 +39,8 @@ class NumbaBackend:
         features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
         quantised=(torch.float8_e4m3fn,),
         max_latent_dim=1 << 16,
+        state_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        max_state_dim=1 << 16,
     )
     """Three dtypes and e4m3 caches; sizes without a limit of its own."""
 
@@ -43,6 +48,8 @@ class NumbaBackend:
         self._workers = Workers()
         self._store_plans = Plans[StorePlan]()
         self._attention_plans = Plans[AttentionPlan]()
+        self._conv_plans = Plans[bool]()
+        self._state_plans = Plans[StatePlan]()
 
     def store_kv(
         self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
@@ -79,7 +86,40 @@ class NumbaBackend:
         """See `Backend.compute_slot_mapping`."""
         compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out)
 
-    def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
+    def short_conv_step(
+        self,
+        x: Tensor,
+        state: Tensor,
+        batch: StateBatch,
+        terms: ShortConvTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `StateBackend.short_conv_step`."""
+        return short_conv_step(self, self._workers, self._conv_plans, x, state, batch, terms, out)
+
+    def linear_attention_step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor | None,
+        state: Tensor,
+        batch: StateBatch,
+        terms: LinearAttentionTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `StateBackend.linear_attention_step`."""
+        rows = (query, key, value, decay, beta)
+        return linear_attention_step(
+            self, self._workers, self._state_plans, rows, state, batch, terms, out
+        )
+
+    def warmup(
+        self, layers: Sequence[LayerCall | StateCall], *, max_num_seqs: int, max_query_len: int
+    ) -> None:
         """See `Backend.warmup`."""
         _ = max_num_seqs, max_query_len  # no kernel here depends on a size
         warm_up(self, layers)

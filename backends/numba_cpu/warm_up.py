@@ -7,12 +7,19 @@ from collections.abc import Sequence
 
 import torch
 
-from backends.contract import AttentionTerms, Backend, KVCache, LayerCall, PagedBatch
+from backends.contract import AttentionTerms, KVCache, LayerCall, PagedBatch
+from backends.states import StateBackend, StateCall, idle_calls
 
 
-def warm_up(backend: Backend, layers: Sequence[LayerCall]) -> None:
+def warm_up(backend: StateBackend, layers: Sequence[LayerCall | StateCall]) -> None:
     """Run every operation once a pair of dtypes, on small tensors; see `Backend.warmup`."""
-    for dtype, kind in {(layer.dtype, layer.cache.k.dtype): None for layer in layers}:
+    for layer in layers:
+        if isinstance(layer, StateCall):
+            for call in idle_calls(backend, layer):
+                call()
+            backend.copy_blocks([layer.state], torch.empty((0, 2), dtype=torch.int64))
+    kinds = {(each.dtype, each.cache.k.dtype) for each in layers if isinstance(each, LayerCall)}
+    for dtype, kind in sorted(kinds, key=str):
         cache = KVCache(*(torch.zeros(2, 2, 1, 8).to(kind) for _ in range(2)))
         rows = torch.zeros(2, 1, 8, dtype=dtype)
         slots = torch.empty(2, dtype=torch.int64)

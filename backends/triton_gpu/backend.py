@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, PagedBatch
+from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch, StateCall
 from backends.triton_gpu.copy_blocks import copy_blocks
 from backends.triton_gpu.decode import cascade
 from backends.triton_gpu.paged_attention import paged_attention
 from backends.triton_gpu.shared.place import Place
 from backends.triton_gpu.slot_mapping import compute_slot_mapping
+from backends.triton_gpu.state.linear_attention import linear_attention_step
+from backends.triton_gpu.state.short_conv import short_conv_step
 from backends.triton_gpu.store_kv import store_kv
 from backends.triton_gpu.warm_up import warm_up
 
@@ -33,6 +36,8 @@ class TritonBackend:
             quantised=(torch.float8_e4m3fn,),
             shared_prefix_worth=cascade.worth(),
             max_latent_dim=576,
+            state_dtypes=(torch.float32, *halves),
+            max_state_dim=256,
         )
 
     @property
@@ -80,6 +85,37 @@ class TritonBackend:
             self, self._place, query_start_loc, seq_lens, block_table, block_size, out
         )
 
-    def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
+    def short_conv_step(
+        self,
+        x: Tensor,
+        state: Tensor,
+        batch: StateBatch,
+        terms: ShortConvTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `StateBackend.short_conv_step`."""
+        return short_conv_step(self, self._place, x, state, batch, terms, out)
+
+    def linear_attention_step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor | None,
+        state: Tensor,
+        batch: StateBatch,
+        terms: LinearAttentionTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `StateBackend.linear_attention_step`."""
+        rows = (query, key, value, decay, beta)
+        return linear_attention_step(self, self._place, rows, state, batch, terms, out)
+
+    def warmup(
+        self, layers: Sequence[LayerCall | StateCall], *, max_num_seqs: int, max_query_len: int
+    ) -> None:
         """See `Backend.warmup`."""
         warm_up(TritonBackend, self._place, layers, max_num_seqs, max_query_len)

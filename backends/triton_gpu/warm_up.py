@@ -13,8 +13,10 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from backends.contract import AttentionTerms, Backend, LayerCall, PagedBatch, SharedPrefix
+from backends.states import StateBackend, StateCall, idle_calls
 from backends.triton_gpu import ahead
 from backends.triton_gpu.decode import cascade, decode
 from backends.triton_gpu.decode.splits import VECTORS
@@ -26,9 +28,9 @@ from backends.triton_gpu.shared.place import Place
 
 
 def warm_up(
-    backend_at: Callable[[Place], Backend],
+    backend_at: Callable[[Place], StateBackend],
     place: Place,
-    layers: Sequence[LayerCall],
+    layers: Sequence[LayerCall | StateCall],
     max_num_seqs: int,
     max_query_len: int,
 ) -> None:
@@ -45,29 +47,35 @@ def warm_up(
         return
     calls = partial(calls_at, backend_at, tuple(layers), max_num_seqs, max_query_len)
     if place.launches:
-        ahead.make(calls, place, place.gpu(layers[0].cache.k.device))
+        ahead.make(calls, place, place.gpu(_tensors(layers[0])[0].device))
     else:
         for call in calls(place):
             call()
 
 
 def calls_at(
-    backend_at: Callable[[Place], Backend],
-    layers: Sequence[LayerCall],
+    backend_at: Callable[[Place], StateBackend],
+    layers: Sequence[LayerCall | StateCall],
     max_num_seqs: int,
     max_query_len: int,
     place: Place,
 ) -> list[Callable[[], object]]:
     """The calls of a warm-up; of each layer those that take longest to compile first."""
     backend = backend_at(place)
-    calls = [
-        call
-        for layer in layers
-        for call in _calls(backend, place, layer, max_num_seqs, max_query_len)
-    ]
-    caches = [tensor for layer in layers for tensor in layer.cache.tensors]
+    calls: list[Callable[[], object]] = []
+    for layer in layers:
+        if isinstance(layer, StateCall):
+            calls += idle_calls(backend, layer)
+        else:
+            calls += _calls(backend, place, layer, max_num_seqs, max_query_len)
+    caches = [tensor for layer in layers for tensor in _tensors(layer)]
     first = torch.zeros(1, 2, dtype=torch.int64, device=caches[0].device)  # onto itself
     return [*calls, partial(backend.copy_blocks, caches, first)]
+
+
+def _tensors(layer: LayerCall | StateCall) -> tuple[Tensor, ...]:
+    """Those in which blocks or states of the layer are copied."""
+    return (layer.state,) if isinstance(layer, StateCall) else layer.cache.tensors
 
 
 def _calls(

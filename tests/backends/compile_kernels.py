@@ -31,7 +31,7 @@ CAPABILITIES = (80, 90)
 SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB
 INT64 = ("slots", "copies", "distances")
 FLOAT32 = ("partial", "shared_partial", "k_scale", "v_scale", "scales", "sinks")
-FLOATS = ("scale", "soft_cap")
+FLOATS = ("scale", "soft_cap", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Made:
         return sum(name.split(".")[: len(names)] == list(names) for name in self.instructions)
 
 
-def make(launcher, capability, element, form, *, cache=None, source=ASTSource, **options):
+def make(
+    launcher, capability, element, form, *, cache=None, kinds=None, source=ASTSource, **options
+):
     """Compile a kernel as it is launched: data pointers on 16 bytes, indices anywhere."""
     kernel = launcher.kernel
     constants = form if isinstance(form, dict) else {"FORM": form}
@@ -60,11 +62,13 @@ def make(launcher, capability, element, form, *, cache=None, source=ASTSource, *
             signature[name] = "fp32"
         elif name in launcher.integers:
             signature[name] = "i32"
+        elif name in (kinds or {}):
+            signature[name] = kinds[name]
         elif name in launcher.indices and name not in FLOAT32:
             wide = name in INT64 or (name == "out" and launcher is slot_mapping._fill)
             signature[name] = "*i64" if wide else "*i32"
         else:
-            kind = cache if cache and name in ("k_cache", "v_cache", "cache") else element
+            kind = cache if cache and name in ("k_cache", "v_cache", "cache", "state") else element
             signature[name] = "*fp32" if name in FLOAT32 else f"*{kind}"
             if name not in launcher.indices:
                 attributes[index,] = [["tt.divisibility", 16]]

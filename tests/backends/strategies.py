@@ -1,8 +1,9 @@
-"""Random ragged attention cases."""
+"""Random ragged cases of attention and of operations on states."""
 
 from hypothesis import strategies as st
 
 from backends.conformance import AttentionCase
+from backends.conformance.states import LAYERS, MODES, StateCase
 
 
 @st.composite
@@ -34,6 +35,30 @@ def attention_cases(
         sinks=draw(st.booleans()),
         values=draw(st.sampled_from(("random", "random", "equal", "huge"))),
         strided=draw(st.booleans()),
+        padding=draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+@st.composite
+def state_cases(draw, dtypes):
+    """Any mix of modes, draft tokens and padding, any layer, dtypes, sizes and pages."""
+    seqs = [(1, draw(st.sampled_from(("new", "same"))))]
+    seqs += draw(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(MODES)), max_size=5))
+    layer, dtype = draw(st.sampled_from(LAYERS)), draw(st.sampled_from(dtypes))
+    groups, key_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return StateCase(
+        name="random",
+        layer=layer,
+        seqs=tuple(seqs),
+        dims=(draw(st.integers(1, 6 if layer == "conv" else 40)), draw(st.integers(1, 40))),
+        num_heads=groups * key_heads,
+        num_key_heads=key_heads,
+        dtype=dtype,
+        state_dtype=dtype if layer == "conv" else draw(st.sampled_from(dtypes)),
+        options=draw(st.booleans()),
+        extreme=draw(st.booleans()),
+        pages=draw(st.sampled_from(("whole", "aligned", "odd"))),
         padding=draw(st.integers(0, 2)),
         seed=draw(st.integers(0, 2**20)),
     )

@@ -1,0 +1,1 @@
+"""Operations on recurrent states on a CPU."""

@@ -1,0 +1,276 @@
+"""Recurrent states: their layout, which of them a step reads and writes, the operations.
+
+The part of the contract for layers that keep one state per sequence instead of a key and a value
+per token. Invariants:
+
+- A layer's states are one tensor `[num_slots, ...]`; an index into its first dimension is a state
+  slot. A state lies in its slot without gaps; the distance between slots may be larger than a state
+  (a page may also hold states of other layers).
+- A step reads one state per sequence and writes states to other slots, or to the slot it has read.
+  It changes no byte outside the slots it writes, and reads no slot outside those it is given: other
+  slots may hold anything, NaN included.
+- Computation is in float32 whatever the dtype of rows and states. After each token the state is
+  rounded to its dtype, so a call with several tokens computes what calls with one token compute.
+
+What is the same in every call of a layer is a record (`ShortConvTerms`, `LinearAttentionTerms`),
+and what is the same in every layer of a step is another (`StateBatch`). They check themselves when
+they are made. States are copied with `Backend.copy_blocks`, a slot being a block.
+
+Knows nothing of how slots are allocated, published or shared: the caller answers for that.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from backends.contract import Backend, LayerCall, require_tensor
+from backends.errors import InvalidArgumentError
+
+NORM_EPSILON = 1e-6
+"""Added to the sum of squares of a query or key before the root is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """Which states one step reads and writes; made once a step and used by every layer.
+
+    Several sequences may read one slot. No slot is written twice, and a slot that a sequence reads
+    is written only by the last token of that sequence, if at all. Values are the caller's duty.
+
+    Raises:
+        InvalidArgumentError: a field has the wrong dtype, shape, device or layout.
+    """
+
+    read_slots: Tensor
+    """int32 [num_seqs]: the state before each sequence's first token; negative: zeros."""
+    write_slots: Tensor
+    """int32 [num_tokens]: where the state after each token is written; negative: nowhere."""
+    query_start_loc: Tensor | None = None
+    """int32 [num_seqs + 1]: sequence s has the rows [s] .. [s + 1] - 1, none if it is padding; rows
+    past the last take no part. None: one row a sequence."""
+
+    def __post_init__(self) -> None:
+        starts, device = self.query_start_loc, self.read_slots.device
+        require_tensor("read_slots", self.read_slots, dtype=torch.int32, shape=(None,))
+        rows = (None,) if starts is not None else self.read_slots.shape
+        require_tensor(
+            "write_slots", self.write_slots, dtype=torch.int32, shape=rows, device=device
+        )
+        if starts is not None:
+            ends = (self.num_seqs + 1,)
+            require_tensor("query_start_loc", starts, dtype=torch.int32, shape=ends, device=device)
+
+    @property
+    def num_seqs(self) -> int:
+        """How many sequences, padding included."""
+        return self.read_slots.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many rows, padding included."""
+        return self.write_slots.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvTerms:
+    """A causal convolution of each channel over its last `width` tokens.
+
+    Raises:
+        InvalidArgumentError: a tensor has the wrong shape.
+    """
+
+    weight: Tensor
+    """[channels, width], the dtype of the rows; column width - 1 meets the newest token."""
+    bias: Tensor | None = None
+    """[channels], likewise."""
+    silu: bool = False
+    """Whether the result passes through x * sigmoid(x)."""
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        require_tensor("terms.weight", weight, shape=(None, None))
+        if weight.shape[1] < 2 or not weight.is_contiguous():
+            wanted = "a width of at least 2, without gaps"
+            raise InvalidArgumentError("terms.weight", wanted, f"shape {list(weight.shape)}")
+        _require_like("terms.bias", self.bias, weight[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class DecayGate:
+    """Decays from a projection, one a head: `dt * a` with dt = clamp(softplus(x + bias), *limits).
+
+    Raises:
+        InvalidArgumentError: a tensor has the wrong shape or dtype, or the limits are no range.
+    """
+
+    a: Tensor
+    """float32 [num_heads], negative."""
+    bias: Tensor | None = None
+    """float32 [num_heads]."""
+    limits: tuple[float, float] = (0.0, math.inf)
+
+    def __post_init__(self) -> None:
+        require_tensor("terms.gate.a", self.a, dtype=torch.float32, shape=(None,))
+        _require_like("terms.gate.bias", self.bias, self.a)
+        if not 0 <= self.limits[0] <= self.limits[1]:
+            wanted = "a range of numbers from 0 on"
+            raise InvalidArgumentError("terms.gate.limits", wanted, str(self.limits))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionTerms:
+    """What a layer of linear attention computes beside its inputs.
+
+    Gated DeltaNet (arXiv:2412.06464) has the delta rule, norms and a gate; Kimi Delta Attention
+    (arXiv:2510.26692) has no gate, its decays are per channel; Mamba2 (arXiv:2405.21060) has a gate
+    and a skip: c is the query, b the key and x the value.
+
+    Raises:
+        InvalidArgumentError: the scale is not finite, or `skip` has the wrong shape or dtype.
+    """
+
+    scale: float
+    """Of the query, after its norm."""
+    delta_rule: bool
+    """Whether what the key recalls is subtracted from the value, and a beta weighs the rest."""
+    l2norm: bool = False
+    """Whether query and key are divided by sqrt(sum of squares + NORM_EPSILON)."""
+    gate: DecayGate | None = None
+    """What turns `decay` into decays; None: they are given."""
+    skip: Tensor | None = None
+    """float32 [num_heads]: the part of the value that is added to the output."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise InvalidArgumentError("terms.scale", "a finite number", str(self.scale))
+        if self.skip is not None:
+            require_tensor("terms.skip", self.skip, dtype=torch.float32, shape=(None,))
+
+
+StateTerms = ShortConvTerms | LinearAttentionTerms
+LinearRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""query, key, value, decay, beta of `linear_attention_step`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateCall:
+    """How a layer will call an operation on states: what `warmup` compiles for."""
+
+    terms: StateTerms
+    """Says which operation."""
+    state: Tensor
+    """The layer's own, or one of the same shape, strides and dtype."""
+    dtype: torch.dtype
+    """Of the rows."""
+    num_key_heads: int = 1
+    channel_decay: bool = False
+    """Whether decays come per channel of a key."""
+    ragged: bool = False
+    """Whether batches may have a `query_start_loc`."""
+
+
+@runtime_checkable
+class StateBackend(Backend, Protocol):
+    """A backend with operations on states: `Capabilities.state_dtypes` is not empty.
+
+    Bytes moved by each: a state read per sequence, and one written per kept token.
+    """
+
+    def short_conv_step(
+        self,
+        x: Tensor,
+        state: Tensor,
+        batch: StateBatch,
+        terms: ShortConvTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve each sequence's new tokens with the inputs before them.
+
+            out[t] = f(bias + sum over j of weight[:, j] * input[t - width + 1 + j])
+
+        A state holds the last width - 1 inputs, oldest first, exactly. O(num_tokens * channels *
+        width).
+
+        Args:
+            x: [num_tokens, channels].
+            state: [num_slots, width - 1, channels], the dtype of `x`; written.
+            batch: which states.
+            terms: the weights.
+            out: like `x`, written and returned. Rows of no sequence are left as they are.
+        """
+        ...
+
+    def linear_attention_step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor | None,
+        state: Tensor,
+        batch: StateBatch,
+        terms: LinearAttentionTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Decay the state, add key and value, ask with the query; one token after the other.
+
+            S = exp(decay) * S;  S += key (rate * new)^T;  out = scale * S^T query + skip * value
+
+        With the delta rule `new` is value - S^T key, and the rate is beta. Without it `new` is
+        value, and the rate is the gate's dt, or 1 if there is no gate. Key heads serve
+        num_heads // num_key_heads consecutive heads each. O(num_tokens * num_heads * key_dim *
+        value_dim).
+
+        Args:
+            query: [num_tokens, num_key_heads, key_dim].
+            key: like `query`.
+            value: [num_tokens, num_heads, value_dim], the same dtype.
+            decay: float32 [num_tokens, num_heads] or [num_tokens, num_heads, key_dim], at most 0.
+                With a gate its input: [num_tokens, num_heads], the dtype of `query`.
+            beta: [num_tokens, num_heads], the dtype of `query`; None without the delta rule.
+            state: [num_slots, num_heads, key_dim, value_dim]; written.
+            batch: which states.
+            terms: what is computed.
+            out: like `value`, written and returned. Rows of no sequence are left as they are.
+        """
+        ...
+
+    def warmup(
+        self, layers: Sequence[LayerCall | StateCall], *, max_num_seqs: int, max_query_len: int
+    ) -> None:
+        """Like `Backend.warmup`, for calls on states too; changes no byte of them."""
+        ...
+
+
+def idle_calls(backend: StateBackend, layer: StateCall) -> Iterator[Callable[[], Tensor]]:
+    """Calls as a layer makes them, which read no state and write none: for a warm-up."""
+    terms, state, heads = layer.terms, layer.state, layer.state.shape[1]
+    nowhere = torch.full((1,), -1, dtype=torch.int32, device=state.device)
+    one = torch.tensor([0, 1], dtype=torch.int32, device=state.device)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.zeros((1, *shape), dtype=layer.dtype, device=state.device)
+
+    for starts in (None, one) if layer.ragged else (None,):
+        batch = StateBatch(nowhere, nowhere, starts)
+        if isinstance(terms, ShortConvTerms):
+            yield partial(backend.short_conv_step, rows(state.shape[2]), state, batch, terms)
+            continue
+        key, value = rows(layer.num_key_heads, state.shape[2]), rows(heads, state.shape[3])
+        decay = rows(heads, state.shape[2]) if layer.channel_decay else rows(heads)
+        decay = decay.float() if terms.gate is None else decay
+        beta = rows(heads) if terms.delta_rule else None
+        given = (key, key, value, decay, beta, state, batch, terms)
+        yield partial(backend.linear_attention_step, *given)
+
+
+def _require_like(name: str, tensor: Tensor | None, like: Tensor) -> None:
+    if tensor is not None:
+        require_tensor(name, tensor, dtype=like.dtype, shape=like.shape, device=like.device)
