@@ -15,6 +15,7 @@ edited(
     "if False:",
     "P14",
     "P15",
+    "P13",
 )
 edited(
     "step_counts_room_from_the_last_token",
@@ -117,6 +118,7 @@ edited(
     "P4",
     "P6",
     "P9",
+    "P13",
 )
 edited(
     "step_resolves_after_it_has_published",
@@ -135,6 +137,7 @@ edited(
     "unknown",
     "P14",
     "P27",
+    "P3",
 )
 edited(
     "step_gives_each_its_neighbours_tokens",
