@@ -228,44 +228,47 @@ def step(
 def _half_decode(
     pool: BlockPool, seqs: list[KVSequence], moves: Moves, longest: int | None
 ) -> tuple[Growth, ...]:
-    """Do what `step` does for a step that `is_half_decode`. O(sequences + blocks filled)."""
-    known = moves.known[0]
+    """Do what `step` does for a step that `is_half_decode`. O(sequences + blocks filled).
+
+    Either half leaves as many tokens to compute as there were, so the limits stay valid.
+    """
     tokens = moves.tokens
-    limits: list[int] = []  # before, of the counted sequences; -1 for the others
     due: list[int] = []
+    index = 0
     try:
-        for index, seq in enumerate(seqs):
-            length = len(seq.packed) + known
-            unknown = seq.num_unknown_tokens + 1 - known - known  # one is expected, or known now
-            done = seq.num_computed_tokens + 1 - known
-            if (
-                unknown >= 0
-                and done <= length + unknown - 1 + known
-                and length + unknown <= seq.num_reserved_tokens
-                and (done < seq.next_boundary or length < seq.next_boundary)
-            ):
-                if known:
+        if tokens:
+            for index, seq in enumerate(seqs):
+                limit = seq.fast_decode_limit
+                if 0 < limit >= seq.num_computed_tokens and seq.num_unknown_tokens == 1:
                     seq.packed.append(tokens[index])
-                limits.append(seq.fast_decode_limit)
-                seq.num_computed_tokens = done
-                seq.num_unknown_tokens = unknown
-                limit = min(seq.num_reserved_tokens, seq.next_boundary)
-                seq.fast_decode_limit = limit - 1 if length + unknown - done == 1 else 0
-            else:
-                limits.append(-1)
-                due.append(index)
+                    seq.num_unknown_tokens = 0
+                else:
+                    due.append(index)
+        else:
+            for index, seq in enumerate(seqs):
+                done = seq.num_computed_tokens
+                if done < seq.fast_decode_limit and seq.num_unknown_tokens == 0:
+                    seq.num_computed_tokens = done + 1
+                    seq.num_unknown_tokens = 1
+                else:
+                    due.append(index)
+        index = len(seqs)
         growths = _advance(pool, seqs, due, moves, longest) if due else ()
     except BaseException:
-        for seq, limit in zip(seqs, limits, strict=False):
-            if limit >= 0:
-                seq.fast_decode_limit = limit
-                seq.num_computed_tokens -= 1 - known
-                seq.num_unknown_tokens += known + known - 1
-                if known:
-                    seq.packed.pop()
+        counted = [seqs[place] for place in set(range(index)).difference(due)]
+        _undo_half(counted, num_known=int(len(tokens) > 0))
         raise
-    pool.num_computed_tokens += (len(seqs) - len(due)) * (1 - known)
+    if not tokens:
+        pool.num_computed_tokens += index - len(due)
     return growths
+
+
+def _undo_half(seqs: list[KVSequence], num_known: int) -> None:
+    """Undo the counting of `_half_decode`. Cannot fail."""
+    for seq in seqs:
+        del seq.packed[len(seq.packed) - num_known :]
+        seq.num_computed_tokens -= 1 - num_known
+        seq.num_unknown_tokens = num_known
 
 
 def _others(seqs: list[KVSequence], moves: Moves, ahead: int) -> list[int]:

@@ -636,9 +636,13 @@ class Scheduler:
         # Which drafts hold is not known yet. The last token of a request is never computed.
         computed = [chunk.num_tokens - len(chunk.drafts) for chunk in chunks]
         expected = [int(chunk.samples) for chunk in chunks]
+        if not read:
+            seqs = [request.running_sequence for request in requests]
+            self._kv.step(seqs, computed, num_known=0, num_expected=expected, num_reserved=0)
+            return
         rooms = [
             int(chunk.samples and chunk.start + count + 1 < chunk.request.max_total_tokens)
-            for chunk, count in zip(chunks if read else (), computed, strict=False)
+            for chunk, count in zip(chunks, computed, strict=True)
         ]
         known = [1] * len(chunks)
         if [*read] != requests:

@@ -46,6 +46,7 @@ LINKS = {
     "BlockPool.unpublish",
     "_add",
     "BlockPool._hold_again",
+    "_undo_half",
     *(f"_Change.{name}" for name in ("undo", "settle", "complete", "_assign")),
     "_set",
     "BlockTable.next_pass",
