@@ -100,6 +100,7 @@ def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwo
         traced = _trace(network, device, terms)
         if device.type == "cuda":
             _check_replayable(traced)
+            _move_constants(traced, device)
         module = _sizeless(traced)
     except UnsupportedModelError:
         raise
@@ -213,6 +214,15 @@ def _check_replayable(module: fx.GraphModule) -> None:
             raise UnsupportedModelError(
                 f"tracing: wanted sizes that depend on no value, got those of {node.target}"
             )
+
+
+def _move_constants(module: fx.GraphModule, device: torch.device) -> None:
+    """Move tensors that the network makes of numbers; no CUDA graph copies from the host."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            if isinstance(value, Tensor) and value.device.type != device.type:
+                setattr(module, node.target, value.to(device))
 
 
 class _Numbers:
