@@ -121,7 +121,7 @@ class Engine:
             self.num_host_blocks = model.ranks.all_reduce_min(self.num_host_blocks)
         by_default = backend.device.type == "cuda" and not self.config.is_speculative
         is_asked = self.config.async_scheduling
-        self._is_late = by_default if is_asked is None else is_asked
+        self._is_async = by_default if is_asked is None else is_asked
         self._mover = BlockMover(self.network.backend, self.network.caches)
         beside = None if caches_of is None else caches_of.draft
         draft = None if ahead is None else DraftModel(model, ahead, self.config, beside=beside)
@@ -137,7 +137,7 @@ class Engine:
             self._sampler,
             self.kv.groups,
             max_sampled=self.config.max_num_seqs,
-            is_late=self._is_late,
+            is_async=self._is_async,
             sanitizer=self._sanitizer,
             drawn=None if caches_of is None else caches_of._passes.drawn,  # noqa: SLF001
         )
@@ -257,7 +257,7 @@ class Engine:
         """Say that no more steps come, which other ranks have to know. O(1).
 
         Args:
-            goes_on: whether the network is used once more, by all.
+            goes_on: keep the other ranks running, because the network is used once more.
         """
 
     def record(self) -> StepRecorder:
@@ -386,7 +386,7 @@ class Engine:
             self._abandon(step)
             raise
         self._copy(self._scheduler.advance(step))
-        if self._passes.can_read_late(launched.sampling):
+        if self._passes.can_defer_read(launched.sampling):
             self._unread = launched if step.chunks else None
         else:
             self._unread = None
@@ -409,7 +409,7 @@ class Engine:
         They are its own, or with `async_scheduling` those of the previous step.
         """
         launched = self._passes.send(step, tuple(step.sampling), previous, self._watch)
-        awaited = previous if self._is_late else launched
+        awaited = previous if self._is_async else launched
         if awaited is not None:
             awaited.read()
         self._watch.done(SAMPLE)

@@ -1,23 +1,23 @@
-"""How often a stream's pieces are told, so that telling leaves the processor to the engine.
+"""How often streams are flushed, so that sending pieces leaves the processor to the engine.
 
-Decides: a round of telling is followed by a rest that is a multiple of what the round has cost:
-with few streams each token goes at once, with very many several go together.
+Decides: each round of sending is followed by a pause that is a multiple of its cost: with few
+streams each token is sent at once, with very many several are sent together.
 
-Does not know: what is told, to whom.
+Does not know: what is sent, and to whom.
 """
 
 import time
 from collections.abc import Callable
 
 STREAM_SHARE = 0.05
-"""The most of the time that telling may take, unless said otherwise."""
+"""The largest share of the time that sending takes by default."""
 
 LONGEST_S = 0.1
-"""The longest rest, whatever a round has cost, so that a reader sees no pause."""
+"""The longest pause, so that a reader sees none."""
 
 
 class Pace:
-    """When the next round of telling is due. It belongs to one thread.
+    """When the next round of sending is due. It belongs to one thread.
 
     Args:
         share: the most of the time that telling may take; 1: each round is due at once.

@@ -138,15 +138,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("adapter", metavar="MODULE:FACTORY", help="makes an adapter")
     add("--profile", choices=PROFILES, default="default", help="how much a round does")
-    add("--seconds", type=_positive, default=0.0, help="more rounds until then")
-    add("--seed", type=int, default=0, help="of the first round; each later round adds 1")
-    add("--machine", action="append", metavar="NAME", help="only this one; may be repeated")
-    add("--block-size", action="append", type=int, metavar="N", help="likewise")
+    add("--seconds", type=_positive, default=0.0, help="keep running rounds for this many seconds")
+    add("--seed", type=int, default=0, help="random seed of the first round")
+    add("--machine", action="append", metavar="NAME", help="run this machine; repeatable")
+    add("--block-size", action="append", type=int, metavar="N", help="block size; repeatable")
     add("--known", action="append", default=[], metavar="KEY", help="continue past 'P9: begin'")
     add("--go-on", action="store_true", help="continue past each failure that is found")
     add("--no-pictures", action="store_true", help="print the calls alone")
-    add("--json", type=Path, metavar="FILE", help="write all of it there")
-    add("--junit", type=Path, metavar="FILE", help="write a test case for each machine there")
+    add("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    add("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     return parser
 
 

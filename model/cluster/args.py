@@ -28,9 +28,9 @@ def cluster_flags() -> Flags:
     """The flags of `python -m model.cluster`. O(flags)."""
     flags = Flags("python -m model.cluster", "Serve a model with several replicas.", _EPILOG)
     flags.add("replicas and routing", ClusterConfig)
-    flags.add("how clients are met", ServeConfig)
-    flags.add("what runs in each replica", ModelOptions)
-    flags.add("how large its cache and a step are, and how it runs", EngineConfig)
+    flags.add("server", ServeConfig)
+    flags.add("model and backend of each replica", ModelOptions)
+    flags.add("engine: KV cache, scheduling and execution", EngineConfig)
     return flags
 
 

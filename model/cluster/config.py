@@ -35,8 +35,8 @@ class ClusterConfig:
     )  # fmt: skip
     router: Routing = setting(
         "prefix",
-        help="how a replica is chosen for a request: by the prefix cache hit and the load, in "
-        "turn, the less loaded of two random ones; or by one of Ray's own routers",
+        help="how a replica is chosen for a request: prefix: by its prefix cache hit and load; "
+        "round-robin: in turn; power-of-two: the less loaded of two random ones; ray-*: by Ray",
     )
     running_weight: int = setting(
         16,

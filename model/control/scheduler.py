@@ -577,12 +577,12 @@ class Scheduler:
     ) -> list[Request]:
         """Hand out the tokens of the step that was advanced last. O(num_sampled).
 
-        Drafts that did not hold leave nothing: no room, no token, nothing that can be found.
+        Rejected drafts are removed with their blocks and are never in the prefix cache.
 
         Args:
             sampled: request_id -> the token drawn for it, for everyone who still expects one.
-            further: request_id -> the tokens drawn behind that one, where the drafts between them
-                held (`drafts.held` tells).
+            further: request_id -> the tokens sampled after that one, where the drafts between them
+                were accepted (see `drafts.held`).
             advances: `advance` follows, with the next step: the sequences get the tokens there, in
                 one call with all that this step computes. Until then `Request.tokens` lacks them.
 

@@ -94,7 +94,7 @@ class DraftModel:
             self._sampler,
             self._kv.groups,
             max_sampled=config.max_num_seqs,
-            is_late=True,
+            is_async=True,
             sanitizer=watch if isinstance(watch, SanitizedBackend) and beside is None else None,
             drawn=None if beside is None else beside.drawn,
         )

@@ -102,7 +102,7 @@ class StepRunner:
         sampler: draws the tokens.
         groups: of the cache.
         max_sampled: the most rows of a step whose successor is sent before its tokens are read.
-        is_late: whether steps are sent before the tokens of the previous one are read.
+        is_async: whether steps are sent before the tokens of the previous one are read.
         sanitizer: the backend, if it checks each step.
         drawn: a shared buffer for drawn tokens; None: a buffer of its own.
     """
@@ -115,7 +115,7 @@ class StepRunner:
         groups: Sequence[kvcore.LayerGroup],
         *,
         max_sampled: int,
-        is_late: bool,
+        is_async: bool,
         sanitizer: SanitizedBackend | None = None,
         drawn: Tensor | None = None,
     ) -> None:
@@ -125,9 +125,9 @@ class StepRunner:
         self._sampler = sampler
         chunks, worth = network.layout.chunks, network.shared_worth()
         self._builders = [
-            BatchBuilder(network.device, len(groups), chunks, worth) for _ in range(1 + is_late)
+            BatchBuilder(network.device, len(groups), chunks, worth) for _ in range(1 + is_async)
         ]
-        self._is_late = is_late
+        self._is_async = is_async
         if drawn is None:
             drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
         self._drawn = drawn
@@ -144,9 +144,9 @@ class StepRunner:
         draws = None if prepared.graphs is None else prepared.graphs.draws
         self._sampler.use(draws)
 
-    def can_read_late(self, sampling: Sequence[Request]) -> bool:
+    def can_defer_read(self, sampling: Sequence[Request]) -> bool:
         """Whether the next step may be sent before these requests get their tokens. O(1)."""
-        return self._is_late and len(sampling) <= len(self._drawn)
+        return self._is_async and len(sampling) <= len(self._drawn)
 
     def send(
         self,
@@ -190,7 +190,7 @@ class StepRunner:
                 passed.place,
                 _places(sampling, drafted),
             )
-            if self.can_read_late(sampling):
+            if self.can_defer_read(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn, drafted)
 

@@ -155,10 +155,10 @@ def wanted_of(prompt, params):
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("asked", [MIXED, MIXED[2:], MIXED[:2]], ids=["mixed", "apart", "plain"])
 def test_penalties_beside_recorded_draws_are_those_of_the_reference(
-    backend, is_late, asked, replayed, monkeypatch
+    backend, is_async, asked, replayed, monkeypatch
 ):
     noise = NOISE.to(backend.device)
 
@@ -175,7 +175,7 @@ def test_penalties_beside_recorded_draws_are_those_of_the_reference(
 
     monkeypatch.setattr(DrawGraphs, "choose", noting)
     model = network_of("qwen3", 0, backend.device)
-    sizes = {"max_num_seqs": 7, "max_num_batched_tokens": 40, "async_scheduling": is_late}
+    sizes = {"max_num_seqs": 7, "max_num_batched_tokens": 40, "async_scheduling": is_async}
     engine = Engine(model, backend, EngineConfig(num_blocks=90, block_size=4, **sizes))
     engine.network.logits = hashed_logits
     prepared(engine)

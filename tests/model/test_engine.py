@@ -39,7 +39,7 @@ def network():
 
 
 @pytest.fixture(params=[False, True], ids=["read at once", "read late"], autouse=True)
-def is_late(request, monkeypatch):
+def is_async(request, monkeypatch):
     """Every test runs twice: a step's tokens are read at once, or after the next was sent."""
     monkeypatch.setitem(SIZES, "async_scheduling", request.param)
     return request.param
@@ -207,7 +207,7 @@ def test_closing_a_stream_early_gives_all_blocks_back():
     assert not engine.has_unfinished
 
 
-def test_a_step_is_sent_before_the_tokens_of_the_last_one_are_read(is_late, monkeypatch):
+def test_a_step_is_sent_before_the_tokens_of_the_last_one_are_read(is_async, monkeypatch):
     engine = make()
     happened = []
     compute, read = engine.network.logits, Drawn.read
@@ -217,13 +217,13 @@ def test_a_step_is_sent_before_the_tokens_of_the_last_one_are_read(is_late, monk
     counts = []
     while engine.has_unfinished:
         counts.append(len(engine.step()))
-    assert counts == ([0, 1, 1, 1] if is_late else [1, 1, 1])
+    assert counts == ([0, 1, 1, 1] if is_async else [1, 1, 1])
     late = ["sent", "sent", "read", "sent", "read", "read"]
-    assert happened == (late if is_late else ["sent", "read"] * 3)
+    assert happened == (late if is_async else ["sent", "read"] * 3)
     assert request.num_output_tokens == 3
 
 
-def test_more_samples_than_seats_are_read_at_once_in_any_case(is_late):
+def test_more_samples_than_seats_are_read_at_once_in_any_case(is_async):
     engine = make(max_num_seqs=2)
     requests = engine.submit(Submission(PROMPT, drawn(3), num_samples=4))
     assert len(engine.step()) == 2  # the others found no seat
@@ -236,7 +236,7 @@ def test_more_samples_than_seats_are_read_at_once_in_any_case(is_late):
     assert [r.output_tokens for r in requests] == [r.output_tokens for r in again]
 
 
-def test_an_aborted_request_leaves_the_others_as_they_were(is_late):
+def test_an_aborted_request_leaves_the_others_as_they_were(is_async):
     engine = make()
     kept, dropped = engine.add_all([PROMPT, "another"], greedy())
     engine.step()
@@ -244,7 +244,7 @@ def test_an_aborted_request_leaves_the_others_as_they_were(is_late):
     assert not engine.abort(dropped)
     while engine.has_unfinished:
         engine.step()
-    assert dropped.num_output_tokens == (0 if is_late else 1)
+    assert dropped.num_output_tokens == (0 if is_async else 1)
     assert kept.output_tokens == tokens_of(make().generate([PROMPT], greedy()))[0]
 
 
@@ -323,10 +323,10 @@ def test_without_a_number_there_are_as_many_blocks_as_are_useful():
     assert make(num_blocks=None, expected_lengths=lengths).kv.num_usable_blocks == 7
 
 
-def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(is_late, monkeypatch):
+def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(is_async, monkeypatch):
     engine = make()
     requests = engine.add_all([PROMPT, "another"], greedy())
-    if is_late:
+    if is_async:
         assert engine.step() == []
 
     def broken(step):
@@ -346,7 +346,7 @@ def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(is_late, mon
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("when", [0, 3])
 def test_a_row_that_is_no_numbers_ends_its_own_request_and_no_other(
-    is_late, monkeypatch, value, when
+    is_async, monkeypatch, value, when
 ):
     """And what it has computed is not found any more: it may be no numbers either."""
     prompts = [PROMPT, "another", PROMPT + "that is longer"]  # so that no positions are alike
@@ -422,10 +422,10 @@ def calls_of(engine):
     return calls
 
 
-def test_a_decode_step_takes_few_files_and_calls(is_late, capsys):
+def test_a_decode_step_takes_few_files_and_calls(is_async, capsys):
     """What a reader follows, and what the host pays, for one token of two requests on a CPU."""
     model, backend = start(str(CHECKPOINT_DIR), "numba", "float32")
-    config = EngineConfig(num_blocks=64, async_scheduling=is_late, compile=True)
+    config = EngineConfig(num_blocks=64, async_scheduling=is_async, compile=True)
     engine = Engine(model, backend, config)
     engine.prepare()
     for first in (1, 2):

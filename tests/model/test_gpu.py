@@ -100,8 +100,8 @@ def test_recorded_and_compiled_steps_give_the_tokens_of_generate(architecture, c
     assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_draws_are_the_same_whenever_they_are_read_and_however_the_network_runs(is_late):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_draws_are_the_same_whenever_they_are_read_and_however_the_network_runs(is_async):
     backend = backends.get_backend("triton")
     model, _ = clear_case("llama", backend)
     params = [
@@ -111,7 +111,7 @@ def test_draws_are_the_same_whenever_they_are_read_and_however_the_network_runs(
     ]
     tokens = []
     for prepares in (False, True):
-        config = EngineConfig(num_blocks=60, block_size=16, async_scheduling=is_late)
+        config = EngineConfig(num_blocks=60, block_size=16, async_scheduling=is_async)
         engine = Engine(model, backend, config)
         if prepares:
             engine.prepare()

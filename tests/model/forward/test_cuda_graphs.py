@@ -113,11 +113,11 @@ class GivesSpareRowsTheLastTokens(Uncaptured):
         starts[rows + 1 : bucket.rows + 1] = before[rows + 1 : bucket.rows + 1]
 
 
-def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40, shares=False):
+def tokens_of(graphs_type, architecture, *, is_async, params, max_tokens=40, shares=False):
     backend = backends.get_backend("numba")
     sizes = {"num_blocks": 100, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 40}
     engine = Engine(
-        build(architecture, 5), backend, EngineConfig(**sizes, async_scheduling=is_late)
+        build(architecture, 5), backend, EngineConfig(**sizes, async_scheduling=is_async)
     )
     widths = [64] * len(engine.kv.groups)
     graphs = None
@@ -153,24 +153,24 @@ APART = [
 @functools.cache
 def wanted_of(architecture, draws, apart=False):
     params = APART if apart else DRAWN if draws else PARAMS
-    return tokens_of(None, architecture, is_late=False, params=params)
+    return tokens_of(None, architecture, is_async=False, params=params)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "is_late", "max_tokens"),
+    ("architecture", "is_async", "max_tokens"),
     [("qwen3", False, 40), ("qwen3", True, 24), ("gemma2", True, 40), ("gemma2", False, 0)],
 )
 @pytest.mark.parametrize("draws", [False, True])
 def test_steps_in_a_graphs_tensors_give_the_tokens_of_steps_as_they_are(
-    architecture, is_late, max_tokens, draws
+    architecture, is_async, max_tokens, draws
 ):
-    how = {"is_late": is_late, "max_tokens": max_tokens, "params": DRAWN if draws else PARAMS}
+    how = {"is_async": is_async, "max_tokens": max_tokens, "params": DRAWN if draws else PARAMS}
     assert tokens_of(Uncaptured, architecture, **how) == wanted_of(architecture, draws)
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_rows_that_were_not_recorded_leave_the_others_in_their_graph(is_late):
-    found = tokens_of(Uncaptured, "qwen3", is_late=is_late, params=APART)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_that_were_not_recorded_leave_the_others_in_their_graph(is_async):
+    found = tokens_of(Uncaptured, "qwen3", is_async=is_async, params=APART)
     assert found == wanted_of("qwen3", draws=True, apart=True)
 
 
@@ -189,7 +189,7 @@ def test_a_planted_bug_of_rows_that_leave_their_graph_shows(name, monkeypatch):
     where, bug = BUGS_OF_ROWS_APART[name]
     wanted = wanted_of("qwen3", draws=True, apart=True)
     monkeypatch.setattr(f"model.sample.request_sampler.{where}", bug)
-    assert tokens_of(Uncaptured, "qwen3", is_late=False, params=APART) != wanted
+    assert tokens_of(Uncaptured, "qwen3", is_async=False, params=APART) != wanted
 
 
 class TellsOfOneTooMany(Uncaptured):
@@ -211,7 +211,7 @@ def test_what_is_shared_is_told_to_a_graph_anew_in_each_step(
 
     wanted = wanted_of(architecture, draws=False)
     monkeypatch.setattr(PagedNetwork, "shared_worth", worth)
-    how = {"is_late": True, "params": PARAMS}
+    how = {"is_async": True, "params": PARAMS}
     if graphs_type is TellsOfOneTooMany:  # which the backend here sees
         with pytest.raises(backends.BackendError, match="shared_prefix"):
             tokens_of(graphs_type, architecture, **how)
@@ -230,7 +230,7 @@ def test_what_is_shared_is_told_to_a_graph_anew_in_each_step(
 )
 def test_a_planted_bug_shows(bug):
     with contextlib.suppress(backends.BackendError):  # a batch that means nothing
-        assert tokens_of(bug, "qwen3", is_late=True, params=PARAMS) != wanted_of("qwen3", False)
+        assert tokens_of(bug, "qwen3", is_async=True, params=PARAMS) != wanted_of("qwen3", False)
 
 
 @given(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import kvcore
 from model import InvalidArgumentError, Request, SampledToken, SamplingParams, Submission
 from tests.model import sampling_reference as reference
-from tests.model.test_engine import PROMPT, greedy, is_late, make, network, tokens_of  # noqa: F401
+from tests.model.test_engine import PROMPT, greedy, is_async, make, network, tokens_of  # noqa: F401
 
 VOCAB = 320
 NOISE = torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(4)) * 2

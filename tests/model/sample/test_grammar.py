@@ -20,7 +20,7 @@ from model.sample import grammar_compiler, grammars, request_sampler
 from tests.model.networks import ByteCodec
 from tests.model.reference import ReferenceBackend
 from tests.model.sample.test_engine_sampling import hashed_logits, run
-from tests.model.test_engine import PROMPT, SIZES, greedy, is_late, network  # noqa: F401
+from tests.model.test_engine import PROMPT, SIZES, greedy, is_async, network  # noqa: F401
 
 END = 256
 DEADLINE_S = 60
@@ -392,8 +392,8 @@ def goes_on_when_all_is_said(monkeypatch):
         goes_on_when_all_is_said,
     ],
 )
-def test_a_planted_bug_is_caught(plant, monkeypatch, is_late):  # noqa: F811
-    if not is_late and plant in {forgets_the_newest_token, follows_the_newest_twice}:
+def test_a_planted_bug_is_caught(plant, monkeypatch, is_async):  # noqa: F811
+    if not is_async and plant in {forgets_the_newest_token, follows_the_newest_twice}:
         return  # nothing is newer than what was told
     plant(monkeypatch)
     how = {"temperature": 1.0, "seed": 3}
