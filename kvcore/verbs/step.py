@@ -160,12 +160,13 @@ class Moves:
         )
 
     def is_half_decode(self) -> bool:
-        """Return whether each gets a token by two steps, of which this is one. O(sequences), in C.
+        """Return whether a step without room is one of two that give each a token.
 
         By the first a token is computed and one is expected, by the second that one is known.
+        O(sequences), in C.
         """
         computed, count = self.computed, len(self.known)
-        if computed is None or self.reserved is None or any(self.reserved) or not count:
+        if computed is None or not count:
             return False
         first = computed[0]
         return (
@@ -196,7 +197,7 @@ def step(
         ends = [seq.num_computed_tokens + room for seq, room in rooms]
         due = [place for place, seq in enumerate(seqs) if ends[place] > seq.num_reserved_tokens]
         return _advance(pool, seqs, due, moves, longest) if due else ()
-    if moves.is_half_decode():
+    if moves.reserved is not None and not any(moves.reserved) and moves.is_half_decode():
         return _half_decode(pool, seqs, moves, longest)
     ahead = int(1 in moves.expected)  # the expected tokens of a sequence that decodes
     others = _others(seqs, moves, ahead)
