@@ -11,11 +11,15 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Protocol, SupportsIndex, TypeVar
+from itertools import repeat
+from typing import Final, Protocol, SupportsIndex, TypeVar
 
 from kvcore.errors import InvalidArgumentError
 
 _Item = TypeVar("_Item")
+
+MAX_COUNT: Final = 2**62 - 1
+"""The largest number of tokens that a step is told of a sequence."""
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -89,20 +93,25 @@ def as_list(name: str, values: Iterable[_Item]) -> list[_Item]:
     return list(values)
 
 
+_ONES = repeat(1)
+
+
 def as_counts(name: str, numbers: SupportsIndex | Sequence[SupportsIndex], count: int) -> list[int]:
     """Return numbers of a step as ints, or one number `count` times. O(count).
 
     Raises:
-        InvalidArgumentError: one is no integer or negative, or there are not `count` of them.
+        InvalidArgumentError: one is no integer or out of range, or there are not `count` of them.
     """
-    if type(numbers) is int and numbers >= 0:
+    if type(numbers) is int and 0 <= numbers <= MAX_COUNT:
         return [numbers] * count
-    if type(numbers) is list and numbers.count(1) == count == len(numbers):
-        return [1] * count  # in C: a decode step has hundreds; a True among them counts as 1
     if not hasattr(numbers, "__iter__"):
-        return [as_int(name, numbers, 0)] * count
+        return [as_int(name, numbers, 0, MAX_COUNT)] * count
+    if type(numbers) is list and len(numbers) == count and all(map(operator.is_, numbers, _ONES)):
+        return [1] * count  # in C: a decode step has hundreds
     found = [
-        number if type(number) is int and number >= 0 else as_int(name, number, 0)
+        number
+        if type(number) is int and 0 <= number <= MAX_COUNT
+        else as_int(name, number, 0, MAX_COUNT)
         for number in numbers
     ]
     if len(found) != count:

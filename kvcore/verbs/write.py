@@ -77,10 +77,28 @@ class StepTables:
         is_other = running != self._seqs
         if is_other:
             self._arrange(running)
+        try:
+            self._write_due(running)
+        except BaseException:
+            self._forget()
+            raise
+        return is_other
+
+    def _forget(self) -> None:
+        """Take no row for written, as after an error."""
+        self._seqs = []
+        self._tables = []
+        self._changes = []
+
+    def _write_due(self, running: list[KVSequence]) -> None:
+        """Write the rows whose tables changed."""
         changes = [table.num_changes for table in self._tables]
         if changes == self._changes:
-            return is_other
+            return
         due = [row for row, number in enumerate(changes) if number != self._changes[row]]
+        for row in due:
+            if not running[row].is_open:
+                raise StaleSequenceError(f"seqs: {running[row]!r} is closed")
         longest = max([len(self._tables[row].blocks) for row in due])
         if longest > self._stride:
             self._make_room(self._num_rows, max(longest, 2 * self._stride))
@@ -88,7 +106,6 @@ class StepTables:
         for row in due:
             self._write(row, self._tables[row].block_ids)
         self._changes = changes
-        return is_other
 
     def _write(self, row: int, block_ids: array[int]) -> None:
         """Write the entries of a row, and zeros over entries that were in use. O(entries)."""
@@ -109,8 +126,8 @@ class StepTables:
                 raise InvalidArgumentError(f"seqs: wanted KVSequence, got {type(seq).__name__}")
             if not seq.is_open:
                 raise StaleSequenceError(f"seqs: {seq!r} is closed")
-        if seqs and self._group >= len(seqs[0].tables):
-            as_int("group", self._group, 0, len(seqs[0].tables) - 1)  # raises
+            as_int("group", self._group, 0, len(seq.tables) - 1)
+        tables = [seq.tables[self._group] for seq in seqs]
         if len(seqs) > self._num_rows:
             self._make_room(max(len(seqs), 2 * self._num_rows), self._stride)
         places = {seq: row for row, seq in enumerate(self._seqs)}
@@ -118,6 +135,7 @@ class StepTables:
         width = self._stride * self._view.itemsize
         before = bytes(self._bytes[: len(self._seqs) * width])
         old, lengths = self._changes, self.lengths
+        self._forget()
         row = 0
         while row < len(sources):
             source = sources[row]
@@ -131,13 +149,18 @@ class StepTables:
         self._changes = [-1 if source < 0 else old[source] for source in sources]
         # Of a row without a source every entry may have been in use.
         self.lengths = [self._stride if source < 0 else lengths[source] for source in sources]
-        self._tables = [seq.tables[self._group] for seq in seqs]
+        self._tables = tables
         self._seqs = seqs
 
     def _make_room(self, num_rows: int, num_entries: int) -> None:
         """Have a larger buffer; all rows are due."""
         out = self._allocate(num_rows, num_entries)
-        rows = memoryview(out)  # type: ignore[arg-type]  # `row_view` is the check
+        try:
+            rows = memoryview(out)  # type: ignore[arg-type]  # the call is the check
+        except TypeError:
+            raise InvalidArgumentError(
+                f"allocate: wanted a buffer, got {type(out).__name__}"
+            ) from None
         if rows.ndim != 2:
             raise InvalidArgumentError(f"allocate: wanted two dimensions, got {rows.ndim}")
         self._view, self._stride = row_view("allocate", out, None, num_rows, num_entries)

@@ -48,6 +48,7 @@ from model.control.step import (
     SchedulerStats,
     Step,
     Transfer,
+    alike,
     check_drawn,
     check_held,
     drafts_of,
@@ -638,7 +639,9 @@ class Scheduler:
         expected = [int(chunk.samples) for chunk in chunks]
         if not read:
             seqs = [request.running_sequence for request in requests]
-            self._kv.step(seqs, computed, num_known=0, num_expected=expected, num_reserved=0)
+            self._kv.step(
+                seqs, alike(computed), num_known=0, num_expected=alike(expected), num_reserved=0
+            )
             return
         rooms = [
             int(chunk.samples and chunk.start + count + 1 < chunk.request.max_total_tokens)
@@ -650,10 +653,10 @@ class Scheduler:
             requests += [request for request in read if request not in planned]
             known = [int(request in read) for request in requests]
         none = [0] * len(requests)
-        columns = [(column + none)[: len(none)] for column in (computed, expected, rooms)]
+        columns = [alike((one + none)[: len(none)]) for one in (computed, expected, rooms)]
         seqs = [request.running_sequence for request in requests]
         tokens = [read[request] for request in requests if request in read]
-        step = partial(self._kv.step, seqs, columns[0], tokens, num_known=known)
+        step = partial(self._kv.step, seqs, columns[0], tokens, num_known=alike(known))
         try:
             step(num_expected=columns[1], num_reserved=columns[2])
         except kvcore.OutOfBlocksError:  # `schedule` finds room for them, or preempts

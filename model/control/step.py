@@ -156,3 +156,9 @@ class SchedulerStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+
+def alike(numbers: list[int]) -> int | list[int]:
+    """The number that all are, which kvcore takes fastest, or the numbers."""
+    first = numbers[0] if numbers else 0
+    return first if numbers.count(first) == len(numbers) else numbers
