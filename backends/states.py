@@ -102,7 +102,7 @@ class ShortConvTerms:
 
 @dataclass(frozen=True, slots=True)
 class DecayGate:
-    """Decays from a projection, one a head: `dt * a` with dt = clamp(softplus(x + bias), *limits).
+    """Decays from a projection, one a head: `dt * a`, with dt = softplus(x + bias) within `limits`.
 
     Raises:
         InvalidArgumentError: a tensor has the wrong shape or dtype, or the limits are no range.
