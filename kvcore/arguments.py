@@ -93,6 +93,10 @@ def as_list(name: str, values: Iterable[_Item]) -> list[_Item]:
     return list(values)
 
 
+def _as_count(name: str, number: object) -> int:
+    return as_int(name, as_int(name, number, 0), 0, MAX_COUNT)
+
+
 _ONES = repeat(1)
 
 
@@ -105,13 +109,11 @@ def as_counts(name: str, numbers: SupportsIndex | Sequence[SupportsIndex], count
     if type(numbers) is int and 0 <= numbers <= MAX_COUNT:
         return [numbers] * count
     if not hasattr(numbers, "__iter__"):
-        return [as_int(name, numbers, 0, MAX_COUNT)] * count
+        return [_as_count(name, numbers)] * count
     if type(numbers) is list and len(numbers) == count and all(map(operator.is_, numbers, _ONES)):
         return [1] * count  # in C: a decode step has hundreds
     found = [
-        number
-        if type(number) is int and 0 <= number <= MAX_COUNT
-        else as_int(name, number, 0, MAX_COUNT)
+        number if type(number) is int and 0 <= number <= MAX_COUNT else _as_count(name, number)
         for number in numbers
     ]
     if len(found) != count:
