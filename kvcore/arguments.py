@@ -19,7 +19,7 @@ from kvcore.errors import InvalidArgumentError
 _Item = TypeVar("_Item")
 
 MAX_COUNT: Final = 2**62 - 1
-"""The largest number of tokens that a step is told of a sequence."""
+"""The largest number of tokens of one sequence that a call accepts."""
 
 
 def warn_renamed(old: str, new: str) -> None:

@@ -20,6 +20,7 @@ from operator import is_
 from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import (
+    MAX_COUNT,
     Flag,
     as_bool,
     as_counts,
@@ -344,7 +345,7 @@ class KVCacheManager:
         Raises:
             SequenceTooLongError: the sequence would have more than `max_model_len` tokens.
         """
-        count = as_int("num_tokens", num_tokens, 0, MAX_STEP)
+        count = as_int("num_tokens", num_tokens, 0, MAX_COUNT)
         self._check_open(seq)
         check_length(seq.num_tokens + count, self.max_model_len)
         seq.num_unknown_tokens += count

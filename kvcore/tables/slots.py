@@ -52,7 +52,7 @@ def int_view(name: str, out: object, widths: tuple[int, ...], num_entries: int) 
         InvalidArgumentError: `out` is not a writable, contiguous, one-dimensional buffer of signed
             integers of such a width, or is too short.
     """
-    view = _checked_view(name, out, widths)
+    view = checked_view(name, out, widths)
     if view.ndim != 1:
         raise InvalidArgumentError(f"{name}: wanted one dimension, got {view.ndim}")
     if len(view) < num_entries:
@@ -78,7 +78,7 @@ def row_view(
         InvalidArgumentError: `out` is not a writable, contiguous buffer of such integers, has too
             few rows or too short ones, or its dimensions and `row_stride` do not go together.
     """
-    view = _checked_view(name, out, (4, 8))
+    view = checked_view(name, out, (4, 8))
     if view.ndim != (2 if row_stride is None else 1):
         raise InvalidArgumentError(
             f"{name}: wanted two dimensions, or one and a row_stride, "
@@ -102,7 +102,8 @@ def check_width(name: str, view: memoryview, slots: array[int]) -> None:
         raise InvalidArgumentError(f"{name}: wanted int64 for slot {max(slots)}, got int32")
 
 
-def _checked_view(name: str, out: object, widths: tuple[int, ...]) -> memoryview:
+def checked_view(name: str, out: object, widths: tuple[int, ...]) -> memoryview:
+    """Return a writable, contiguous buffer of integers of one of these widths as a view. O(1)."""
     try:
         view = memoryview(out)  # type: ignore[arg-type]  # the call is the check
     except TypeError:

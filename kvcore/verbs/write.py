@@ -16,7 +16,15 @@ from kvcore.arguments import as_int, as_list
 from kvcore.errors import InvalidArgumentError, NotReservedError, StaleSequenceError
 from kvcore.sequence import KVSequence
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.slots import check_width, int_view, put_ints, row_view, slot_of, slots_of
+from kvcore.tables.slots import (
+    check_width,
+    checked_view,
+    int_view,
+    put_ints,
+    row_view,
+    slot_of,
+    slots_of,
+)
 
 
 @final
@@ -155,15 +163,10 @@ class StepTables:
     def _make_room(self, num_rows: int, num_entries: int) -> None:
         """Have a larger buffer; all rows are due."""
         out = self._allocate(num_rows, num_entries)
-        try:
-            rows = memoryview(out)  # type: ignore[arg-type]  # the call is the check
-        except TypeError:
-            raise InvalidArgumentError(
-                f"allocate: wanted a buffer, got {type(out).__name__}"
-            ) from None
-        if rows.ndim != 2:
-            raise InvalidArgumentError(f"allocate: wanted two dimensions, got {rows.ndim}")
-        self._view, self._stride = row_view("allocate", out, None, num_rows, num_entries)
+        view = checked_view("allocate", out, (4, 8))
+        if view.ndim != 2:
+            raise InvalidArgumentError(f"allocate: wanted two dimensions, got {view.ndim}")
+        self._view, self._stride = row_view("allocate", view, None, num_rows, num_entries)
         self._bytes = self._view.cast("B")
         self._num_rows = num_rows
         self._view = self._bytes.cast("i" if self._view.itemsize == 4 else "q")

@@ -265,7 +265,7 @@ CACHES = {
     "Block": {"name", "last_child", "children"},
     "BlockTable": {"_ids", "num_changes"},  # which says only: look again
     "KVCacheManager": {"_last_step"},
-    "KVSequence": {"chain", "due", "room", "stop"},
+    "KVSequence": {"chain"},
     "ContentTree": {"_spare"},
     "BlockPool": {"_made"},
 }
