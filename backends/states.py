@@ -12,9 +12,9 @@ per token. Invariants:
 - Computation is in float32 whatever the dtype of rows and states. After each token the state is
   rounded to its dtype, so a call with several tokens computes what calls with one token compute.
 
-What is the same in every call of a layer is a record (`ShortConvTerms`, `LinearAttentionTerms`),
-and what is the same in every layer of a step is another (`StateBatch`). They check themselves when
-they are made. States are copied with `Backend.copy_blocks`, a slot being a block.
+Arguments that all calls of a layer share are one record (`ShortConvTerms`, `LinearAttentionTerms`),
+and arguments that all layers of a step share are another (`StateBatch`). Records are checked on
+construction. States are copied with `Backend.copy_blocks`, a slot being a block.
 
 Knows nothing of how slots are allocated, published or shared: the caller answers for that.
 """
@@ -219,7 +219,7 @@ class StateBackend(Backend, Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Decay the state, add key and value, ask with the query; one token after the other.
+        """Decay the state, add key and value, read it with the query; token by token.
 
             S = exp(decay) * S;  S += key (rate * new)^T;  out = scale * S^T query + skip * value
 
@@ -237,7 +237,7 @@ class StateBackend(Backend, Protocol):
             beta: [num_tokens, num_heads], the dtype of `query`; None without the delta rule.
             state: [num_slots, num_heads, key_dim, value_dim]; written.
             batch: which states.
-            terms: what is computed.
+            terms: which recurrence, and its constants.
             out: like `value`, written and returned. Rows of no sequence are left as they are.
         """
         ...

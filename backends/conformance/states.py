@@ -89,7 +89,7 @@ class StateInputs:
     """Whole memory of the states."""
     out_memory: Tensor
     guarded: tuple[Tensor, ...]
-    """Whole memory of everything that a call leaves as it is."""
+    """The memory behind all inputs; a call must not change it."""
     kept: tuple[tuple[int, int], ...]
     """(row, slot) of every state to be written."""
 
@@ -149,7 +149,7 @@ def check_states(backend: StateBackend, case: StateCase) -> Iterator[Finding]:
         states = state_oracle.Number(expected.states.value[rows], expected.states.error[rows])
         for check, numbers, came in (("accuracy", expected.out, out), ("states", states, slots)):
             ratio = numbers.worst_ratio(came)
-            detail = "" if ratio <= 1 else f"a number errs {ratio:.2f} times what is allowed"
+            detail = "" if ratio <= 1 else f"the largest error is {ratio:.2f} times the allowed one"
             yield _finding(check, case, detail, ratio)
     strays = [i for i, each in enumerate(inputs.guarded) if not torch.equal(bits(each), guarded[i])]
     detail = f"arguments changed: {strays}" if strays else ""

@@ -15,6 +15,7 @@ computes, once it is on its way to the device; `accept` takes its tokens, after 
 at the latest; `update` is `advance` and `accept` at once. Until then every request that samples
 expects a token, which is committed when it is computed, a step after it was sampled. What was
 planned meanwhile for a request that ends by a stop token is dropped.
+
 Further samples of a prompt start by a fork when it is computed. One without room waits its turn.
 
 Invariants:

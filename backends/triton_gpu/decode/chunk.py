@@ -6,7 +6,7 @@ rows, because a matrix instruction has at least 16 rows but only 8 columns, and 
 Entries of the block table are loaded a tile ahead and carried, one for 16 keys if block_size
 allows, so that the loads of K and V can be pipelined as 16-byte copies. K is read unmasked within
 its blocks, since whatever an unseen key brings is replaced; V is masked, since 0 * NaN is NaN. Rows
-of several query tokens (MANY) see keys up to a limit of their own. Only `block_id * stride` is
+of several query tokens (MANY) each have their own last visible key. Only `block_id * stride` is
 int64.
 """
 

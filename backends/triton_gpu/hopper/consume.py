@@ -26,7 +26,7 @@ Four things here are as they are for the assembler's sake:
 - Weights are carried from step to step unrounded. Rounded ones would be carried as halves of
   registers, which takes two instructions for each pair, or packed by hand, which takes one.
 - The address of q is worked out in every step (`nothing`). Otherwise it is spilled, and the store
-  may end up in a loop that is not entered: what is read then is not what was stored.
+  may end up in a loop that is not entered, so that the reload reads something else.
 `tests/backends/compile_offline.py` checks the first, the second and the last.
 """
 

@@ -4,9 +4,9 @@ An item is a tile of 128 rows: TOKENS query tokens of one sequence times PACK qu
 head. Items are numbered in the order of `prefill/order.py`, query heads fastest. Programs take them
 in rounds, forth (0 1 2 ..) or back (.. 2 1 0) as the Thue-Morse sequence says (forth, back, back,
 forth, then the same four the other way round, ..), which gives each about the same work without
-synchronisation. Taking turns, forth and back, gives the same where lengths fall evenly,
-but doubles what is left of a pattern that repeats every other round, as lengths of equal sequences
-do: 3 % of the time at 16 x 512 new tokens.
+synchronisation. Simply alternating forth and back is as even where lengths fall steadily, but
+doubles the imbalance of a pattern that repeats every second round, as the lengths of equal
+sequences do: 3 % of the time at 16 x 512 new tokens.
 
 Keys are walked from the last tile that a row sees down to the first. Of those tiles a run in the
 middle is seen whole by all rows; the ones before it hold the diagonal, and with a window the ones

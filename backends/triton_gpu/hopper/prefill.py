@@ -1,4 +1,4 @@
-"""Prefill and chunked prefill on Hopper GPUs, warps with roles of their own; Gluon.
+"""Prefill and chunked prefill on Hopper GPUs: a warp-specialized Gluon kernel.
 
     out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)

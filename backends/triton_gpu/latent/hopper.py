@@ -1,4 +1,4 @@
-"""Attention of few query tokens over latents on Hopper, warps with roles of their own; Gluon.
+"""Attention of few query tokens over latents on Hopper: a warp-specialized Gluon kernel.
 
 The formula, the rows and the parts of `latent`, whose kernels serve what this one cannot
 (`can_attend`), and tiles of many query tokens. There the products of a tile wait for its copy and
@@ -156,7 +156,7 @@ def _walk(
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """Each row's highest logit (base 2), total weight, and weighted sum of values [VALUES, ROWS].
 
-    Of every tile if groups have rows of their own, else of those in the group's own buffer.
+    Over all tiles if each warp group has its own rows, otherwise over those in its own buffer.
     """
     LAYER: gl.constexpr = FORM.layer
     TILE: gl.constexpr = tiles.latents.shape[1]

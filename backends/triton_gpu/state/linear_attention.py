@@ -33,7 +33,7 @@ _EPSILON = tl.constexpr(NORM_EPSILON)
 
 
 class Form(NamedTuple):
-    """Compile-time values: how tensors lie, and what is computed."""
+    """Compile-time values: the layout of the tensors and the kind of recurrence."""
 
     slot: int
     """From slot to slot."""
