@@ -39,7 +39,7 @@ PLANTED = {
     testing.BranchMachine: {
         "manager_cuts_tokens_and_keeps_their_identity": {"P7"},
         "manager_forks_a_half_full_block_without_a_copy": {"P7", "P13"},
-        "unknown_tokens_are_never_found_once_told": {"P24"},
+        "unknown_tokens_are_never_found_once_told": {"P15", "P24"},
         "unknown_tokens_survive_a_cut": {"P3"},
     },
     testing.ChurnMachine: {"manager_finds_what_was_evicted": {"P7", "P9"}},
