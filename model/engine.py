@@ -31,7 +31,13 @@ from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
 from model.control.submission import Prompt, Submission
-from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
+from model.errors import (
+    InvalidArgumentError,
+    ModelError,
+    NumericalError,
+    StalledError,
+    UnsupportedModelError,
+)
 from model.forward.batch_invariant import BatchInvariantNetwork
 from model.forward.draft_model import DraftModel
 from model.forward.network import PagedNetwork
@@ -92,6 +98,9 @@ class Engine:
         if caches_of is None:
             watched = cast("backends.Backend", self._sanitizer or backend)
             self.network = _network(model, watched, self.config)
+            layout = self.network.layout
+            block_size = layout.fitting_block_size(self.config.block_size)
+            self.config = dataclasses.replace(self.config, block_size=block_size)
             ahead = _draft_network(model, backend, self.config)
             self.memory = _allocate(model, self.network, ahead, self.config)
         else:
@@ -102,7 +111,8 @@ class Engine:
                 raise InvalidArgumentError(
                     f"block_size: wanted {wanted}, which the caches have, got {size}"
                 )
-        most = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))  # a block each
+        least = 1 + self.network.layout.blocks_per_state(self.config.block_size)  # for each
+        most = min(self.config.max_num_seqs, max(1, (self.network.num_blocks - 1) // least))
         eager = self.config.eager or self.config.batch_invariant
         self.config = dataclasses.replace(self.config, max_num_seqs=most, eager=eager)
         self.kv = kvcore.KVCacheManager(
@@ -135,7 +145,6 @@ class Engine:
             self.network,
             self._mover,
             self._sampler,
-            self.kv.groups,
             max_sampled=self.config.max_num_seqs,
             is_async=self._is_async,
             sanitizer=self._sanitizer,
@@ -582,7 +591,8 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
     kind = BatchInvariantNetwork if config.batch_invariant else PagedNetwork
     network = kind(model, backend)
     if config.kv_dtype == "fp8":
-        quantise(network, block_size=config.block_size, vocab_size=network.vocab_size)
+        block_size = network.layout.fitting_block_size(config.block_size)
+        quantise(network, block_size=block_size, vocab_size=network.vocab_size)
     return network
 
 
@@ -600,6 +610,7 @@ def _draft_network(
 
     Raises:
         InvalidArgumentError: the model was loaded without its draft model.
+        UnsupportedModelError: its draft model keeps states.
     """
     if config.draft_model is None:
         return None
@@ -610,7 +621,13 @@ def _draft_network(
         )
     if config.sanitize:
         backend = cast("backends.Backend", SanitizedBackend(backend))
-    return _network(model.draft, backend, config)
+    network = _network(model.draft, backend, config)
+    if network.layout.states:
+        raise UnsupportedModelError(
+            f"draft_model: wanted a network without recurrent layers, got {model.draft.name!r}: "
+            f"its states could not forget rejected draft tokens"
+        )
+    return network
 
 
 def _allocate(

@@ -73,6 +73,7 @@ class PagedPass:
 
         A layer that reads those of an earlier layer stores nothing.
         """
+        layer = self.layout.numbers[layer]
         cache, shape = self.caches.layers[layer], self.layout.layers[layer]
         batch = self.batches[self.layout.places[layer][0]]
         if terms.window != shape.window:

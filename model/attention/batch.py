@@ -23,6 +23,7 @@ from torch import Tensor
 import backends
 import kvcore
 from model.attention.chunks import chunked_batch
+from model.attention.recurrent import Run, StateStep
 from model.attention.shared_prefix import Shared, Worth, shared_run
 from model.control.request import Request
 from model.control.step import Chunk, Step
@@ -43,6 +44,7 @@ class StepTensors:
         sources: int64 [1, num_tokens]; where not negative, the token is that entry of the tokens
             drawn by the previous step, not the one in `input_ids`; None: negative everywhere.
         is_long: bool [1, num_tokens], whether the token's request is long; None: no request is.
+        states: which states of recurrent layers are read and written; None: none is.
     """
 
     input_ids: Tensor
@@ -51,6 +53,7 @@ class StepTensors:
     paged: tuple[backends.PagedBatch, ...]
     sources: Tensor | None = None
     is_long: Tensor | None = None
+    states: StateStep | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
         """The same on a device; the copies may still run on return. O(its bytes)."""
@@ -82,6 +85,7 @@ class StepTensors:
             ),
             sources=None if self.sources is None else send(self.sources),
             is_long=None if self.is_long is None else send(self.is_long),
+            states=None if self.states is None else self.states.to(device),
         )
 
 
@@ -234,6 +238,7 @@ class BatchBuilder:
         num_groups: KV cache groups.
         chunks: for each group the chunk of its layers; None: no chunks.
         worth: for each group when a shared prefix is passed on; None: never.
+        has_states: whether sequences have states of recurrent layers.
     """
 
     def __init__(
@@ -242,7 +247,10 @@ class BatchBuilder:
         num_groups: int = 1,
         chunks: Sequence[int | None] | None = None,
         worth: Sequence[Worth | None] | None = None,
+        *,
+        has_states: bool = False,
     ) -> None:
+        self._has_states = has_states
         self._chunks = chunks or [None] * num_groups
         self._worth = worth or [None] * num_groups
         self._input_ids = _Buffer(torch.int64, device)
@@ -327,6 +335,7 @@ class BatchBuilder:
             paged=tuple(paged),
             sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
             is_long=_long_tokens(requests, rows),
+            states=_states(step.chunks, sequences) if self._has_states else None,
         )
 
     def _write_sources(
@@ -370,6 +379,19 @@ class BatchBuilder:
                     input_ids[first : first + len(tokens)] = tokens
                     if chunk.drafts:
                         input_ids[first + chunk.num_known : first + chunk.num_tokens] = chunk.drafts
+
+
+def _states(chunks: Sequence[Chunk], sequences: Sequence[kvcore.KVSequence]) -> StateStep:
+    """The state that each chunk begins with, and where the one behind its known tokens goes."""
+    runs, reads, writes, start = [], [], [], 0
+    for chunk, sequence in zip(chunks, sequences, strict=True):
+        read, write = sequence.state_blocks
+        runs.append(Run(start, chunk.num_known, len(chunk.drafts), bool(read)))
+        start += chunk.num_tokens
+        reads.append(read or (0,) * len(write))
+        writes.append(write)
+    read_ids, write_ids = (torch.tensor(ids, dtype=torch.int64) for ids in (reads, writes))
+    return StateStep(tuple(runs), read_ids, write_ids)
 
 
 def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,7 +1,8 @@
-"""The KV tensors of a model, one cache per layer.
+"""The KV tensors of a model, one cache per layer, and the states of its recurrent layers.
 
 Decides: that layers of different groups at one place are views of the same memory, and so are a
-layer and one that reads its keys and values.
+layer and one that reads its keys and values. With recurrent layers all places of a block are one
+page, which may hold a piece of a state instead.
 
 Invariants: every layer's cache has the same number of blocks of the same size; exactly
 `CacheLayout.kv_bytes` bytes are allocated; block 0 is the null block and is never written.
@@ -10,7 +11,7 @@ Does not know: which sequence has a block (`kvcore`), how many blocks to allocat
 a kernel reads a block (`backends`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import backends
 from model.caches.layout import CacheLayout, LayerShape
+from model.caches.states import StateTensors, aligned, state_views
 from model.errors import InvalidArgumentError
 
 Scales = tuple[tuple[Tensor, Tensor | None], ...]
@@ -31,11 +33,14 @@ class KVCaches:
     Attributes:
         layers: each layer's cache, as a backend takes it.
         storages: all memory: for each place keys, then values, or latents alone, uint8
-            [num_blocks, bytes of a block]; moving whole blocks means moving these.
+            [num_blocks, bytes of a block], or with recurrent layers one tensor of pages; moving
+            whole blocks means moving these.
+        states: those of the recurrent layers.
     """
 
     layers: tuple[backends.KVCache, ...]
     storages: tuple[Tensor, ...]
+    states: StateTensors = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -58,11 +63,17 @@ class KVCaches:
         Raises:
             InvalidArgumentError: the device has too little memory.
         """
+        pages = layout.page_bytes(block_size) if layout.states else 0
         try:
-            places = [
-                [_zeros(num_blocks, block_size * size, device) for size in sizes]
-                for sizes in layout.place_bytes
-            ]
+            if pages:
+                storages = [_zeros(num_blocks, pages, device)]
+                places = _columns(storages[0], layout, block_size)
+            else:
+                places = [
+                    [_zeros(num_blocks, block_size * size, device) for size in sizes]
+                    for sizes in layout.place_bytes
+                ]
+                storages = [storage for storages in places for storage in storages]
         except (RuntimeError, MemoryError, ValueError) as error:
             raise InvalidArgumentError(
                 f"num_blocks: {num_blocks} blocks of {block_size} tokens take "
@@ -81,7 +92,8 @@ class KVCaches:
                 layout.layers, layout.places, scales or [()] * len(layout.layers), strict=True
             )
         )
-        return cls(layers, tuple(storage for storages in places for storage in storages))
+        states = state_views(layout.states, storages[0]) if layout.states else {}
+        return cls(layers, tuple(storages), states)
 
 
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
@@ -89,6 +101,17 @@ def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.from_numpy(np.zeros((num_blocks, block_bytes), dtype=np.uint8))
     return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
+
+
+def _columns(pages: Tensor, layout: CacheLayout, block_size: int) -> list[list[Tensor]]:
+    """The part of each page that a tensor of each place takes."""
+    begin, places = 0, []
+    for sizes in layout.place_bytes:
+        places.append([])
+        for size in sizes:
+            places[-1].append(pages[:, begin : begin + block_size * size])
+            begin += aligned(block_size * size)
+    return places
 
 
 def _view(storage: Tensor, shape: LayerShape, block_size: int, token_bytes: int) -> Tensor:

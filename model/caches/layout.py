@@ -9,6 +9,9 @@ that does not fill its groups wastes the rest. (vLLM's hybrid cache manager intr
 A layer may read the keys and values of an earlier layer instead of computing its own (Gemma 3n,
 Gemma 4). It has that layer's group and place, stores nothing and costs no memory.
 
+Recurrent layers keep a state per sequence in pages of the same pool (`states.py`). Then all places
+of a block are one page, as a piece of a state is.
+
 Decides: the depth: the fewest groups such that no kind wastes more than an eighth of its own size.
 
 Invariants: every layer that stores has a group and a place of its own; the layers of a group see
@@ -25,6 +28,7 @@ import torch
 
 import backends
 import kvcore
+from model.caches.states import StateShape, aligned, fitting_block_size, layer_bytes, num_pieces
 from model.errors import InvalidArgumentError
 
 
@@ -40,7 +44,7 @@ class LayerShape:
         chunk: it sees only those of its own chunk of `chunk` tokens; None: no chunks.
         value_dim: of a latent, one row per token whose first `value_dim` numbers are the value;
             None: it has keys and values.
-        reads: an earlier layer whose keys and values it reads, and which sees the same; None: it
+        reads: an earlier layer of the network whose keys and values it reads, and which sees the same; None: it
             stores its own.
     """
 
@@ -71,20 +75,24 @@ class CacheLayout:
     """Where the keys and values of each layer are.
 
     Attributes:
-        layers: what each layer stores.
+        layers: what each layer that attends stores.
+        numbers: for the index of each of them in the network its index in `layers`.
         windows: for each group the window of its layers; None: no window.
         chunks: for each group the chunk of its layers; None: no chunks.
         places: for each layer its group, and its place in the group: for one that stores nothing
             those of the layer that it reads.
         place_bytes: for each place the bytes of a token in each of its tensors (keys and values, or
             latents alone), of the largest layer there.
+        states: what recurrent layers keep of a sequence; empty: there are none.
     """
 
     layers: tuple[LayerShape, ...]
+    numbers: dict[int, int]
     windows: tuple[int | None, ...]
     chunks: tuple[int | None, ...]
     places: tuple[tuple[int, int], ...]
     place_bytes: tuple[tuple[int, ...], ...]
+    states: tuple[StateShape, ...] = ()
 
     @property
     def slot_bytes(self) -> int:
@@ -96,12 +104,36 @@ class CacheLayout:
         """Bytes of a token in all layers that store, if each keeps it. O(num_layers)."""
         return sum(layer.token_bytes for layer in self.layers if layer.reads is None)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of a sequence. O(states)."""
+        return sum(layer_bytes(self.states))
+
     def kv_bytes(self, num_blocks: int, block_size: int) -> int:
         """Bytes of all caches of `num_blocks` blocks. O(num_places)."""
+        if self.states:
+            return num_blocks * self.page_bytes(block_size)
         return num_blocks * block_size * self.slot_bytes
 
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes of a block whose places lie together. O(num_places)."""
+        return sum(aligned(block_size * size) for sizes in self.place_bytes for size in sizes)
+
+    def fitting_block_size(self, block_size: int) -> int:
+        """The block size to use where this one is asked for: larger if states need it.
+
+        O(recurrent layers ** 2).
+        """
+        if not self.states:
+            return block_size
+        return fitting_block_size(self.states, block_size, self.slot_bytes)
+
+    def blocks_per_state(self, block_size: int) -> int:
+        """Blocks that the state of a sequence takes; 0: there are no states. O(states)."""
+        return num_pieces(self.states, self.page_bytes(block_size)) if self.states else 0
+
     def groups(self, block_size: int) -> tuple[kvcore.LayerGroup, ...]:
-        """The KV cache groups for `kvcore`. O(num_groups).
+        """The KV cache groups for `kvcore`; that of the states is the last. O(num_groups).
 
         Raises:
             InvalidArgumentError: a block would hold tokens of two chunks.
@@ -112,10 +144,13 @@ class CacheLayout:
                     f"block_size: wanted a divisor of {chunk}, the chunk size of layers of this "
                     f"network, got {block_size}"
                 )
-        return tuple(
+        groups: list[kvcore.LayerGroup] = [
             _group(window, chunk, block_size)
             for window, chunk in zip(self.windows, self.chunks, strict=True)
-        )
+        ]
+        if self.states:
+            groups.append(kvcore.RecurrentState(self.blocks_per_state(block_size)))
+        return tuple(groups)
 
 
 def _group(window: int | None, chunk: int | None, block_size: int) -> kvcore.LayerGroup:
@@ -126,11 +161,17 @@ def _group(window: int | None, chunk: int | None, block_size: int) -> kvcore.Lay
     return kvcore.FullAttention(block_size)
 
 
-def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
+def plan_layout(
+    layers: Sequence[LayerShape],
+    indices: Sequence[int] | None = None,
+    states: Sequence[StateShape] = (),
+) -> CacheLayout:
     """Give every layer its group and place. O(num_layers ** 2).
 
     Args:
-        layers: in the order of the network, at least one.
+        layers: those that attend, in the order of the network, at least one.
+        indices: the index of each in the network; None: all layers attend.
+        states: what recurrent layers keep of a sequence.
     """
     kinds: dict[tuple[int, int], list[int]] = {}  # by chunk and window; 0: none
     for number, layer in enumerate(layers):
@@ -149,12 +190,19 @@ def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
             places[number] = (len(groups) - 1, place)
             sizes = zip_longest(place_bytes[place], layers[number].slot.row_bytes, fillvalue=0)
             place_bytes[place] = tuple(max(pair) for pair in sizes)
+    numbers_of = {index: number for number, index in enumerate(indices or range(len(layers)))}
     for number, layer in enumerate(layers):
         if layer.reads is not None:
-            places[number] = places[layer.reads]
+            places[number] = places[numbers_of[layer.reads]]
     chunks, windows = ([size or None for size in sizes] for sizes in zip(*groups, strict=True))
     return CacheLayout(
-        tuple(layers), tuple(windows), tuple(chunks), tuple(places), tuple(place_bytes)
+        tuple(layers),
+        numbers_of,
+        tuple(windows),
+        tuple(chunks),
+        tuple(places),
+        tuple(place_bytes),
+        tuple(states),
     )
 
 

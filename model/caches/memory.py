@@ -15,7 +15,8 @@ what the system and the process's control groups report. If all lengths are know
 never larger than the requests can use. A draft model has the same number of blocks of its own, so a
 block costs what it takes in both.
 
-Invariants: never fewer than two blocks, the null block and one more; never more than is free.
+Invariants: never fewer than two blocks, the null block and one more, and those of one state if the
+network keeps states; never more than is free.
 
 Does not know: tensors, which sequences use the blocks.
 """
@@ -98,12 +99,19 @@ def plan_memory(
         beside: the cost of a block of the draft model; None: no draft model.
 
     Raises:
-        InvalidArgumentError: it does not fit, or is too little for two blocks.
+        InvalidArgumentError: it does not fit, or is too little for two blocks and a state.
     """
     block_bytes = sum([one.kv_bytes(1, config.block_size) for one in (layout, beside) if one])
     most = None if free_bytes is None else free_bytes - free_bytes // _UNUSABLE
+    least = 2 + layout.blocks_per_state(config.block_size)
     if config.num_blocks is not None:
         num_blocks, reason = config.num_blocks, "as asked for"
+        if num_blocks < least and layout.states:
+            raise InvalidArgumentError(
+                f"num_blocks: wanted at least {least}, because a sequence's state takes "
+                f"{least - 2} blocks of {config.block_size} tokens, got {num_blocks}: pass a "
+                f"larger --num-blocks"
+            )
         _check_fits("num_blocks", num_blocks, config.block_size, block_bytes, most)
     else:
         name, budget_bytes, reason = _budget(config, is_gpu=is_gpu, free_bytes=free_bytes)
@@ -113,10 +121,10 @@ def plan_memory(
                 f"got {show_bytes(budget_bytes)}"
             )
         num_blocks = budget_bytes // block_bytes
-        if num_blocks < 2:
+        if num_blocks < least:
             raise InvalidArgumentError(
-                f"{name}: two blocks of {config.block_size} tokens take "
-                f"{show_bytes(2 * block_bytes)}, the cache has {show_bytes(budget_bytes)} "
+                f"{name}: {'two' if least == 2 else least} blocks of {config.block_size} tokens "
+                f"take {show_bytes(least * block_bytes)}, the cache has {show_bytes(budget_bytes)} "
                 f"({reason}): pass a larger --kv-memory-bytes or a smaller --block-size"
             )
         useful = _useful_blocks(config, layout)
@@ -197,10 +205,12 @@ def _layers(layout: CacheLayout) -> str:
         counts[kind] = counts.get(kind, 0) + 1
     parts = [f"{count} layers see {_seen(*kind)}" for kind, count in sorted(counts.items())]
     groups, readers = len(layout.windows), len(layout.layers) - len(own)
+    recurrent = len({state.key.layer for state in layout.states})
     return (
         ", ".join(parts)
         + (f", in {groups} groups" if groups > 1 else "")
         + (f", {readers} layers read the KV of others" if readers else "")
+        + (f", {recurrent} layers keep {show_bytes(layout.state_bytes)}" if recurrent else "")
     )
 
 

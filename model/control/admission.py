@@ -39,6 +39,11 @@ class Admission:
     def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
         self._kv = kv
         self._keeps_all = len(kv.groups) == 1 and isinstance(kv.groups[0], kvcore.FullAttention)
+        # A block a group for one token more; a state may need all its blocks.
+        self._growth = sum(
+            group.num_blocks if isinstance(group, kvcore.RecurrentState) else 1
+            for group in kv.groups
+        )
         self._watermark = int(config.watermark * kv.num_usable_blocks)
         self._long_above = config.long_above
         self.num_freeing = 0
@@ -120,7 +125,7 @@ class Admission:
         for request in leaving:
             known = self._promised.get(request.request_id)
             promised -= self._outlook(request)[0] if known is None else known
-        return max(self._watermark, promised + num_forks * len(self._kv.groups))
+        return max(self._watermark, promised + num_forks * self._growth)
 
     def num_exclusive(self, request: Request) -> int:
         """Blocks that only this request uses: free once it is preempted. O(its blocks)."""
@@ -225,7 +230,7 @@ class Admission:
         """
         length = request.num_tokens
         room = -(-length // self._kv.block_size) * self._kv.block_size
-        growing = (request.max_total_tokens - 1 > room) * len(self._kv.groups)
+        growing = (request.max_total_tokens - 1 > room) * self._growth
         sequence = request.running_sequence
         left = max(0, length - sequence.num_computed_tokens)
         if request.load is not None and request.host_copy is not None:

@@ -73,7 +73,9 @@ class Scheduler:
         self._kv = kv
         self._drafter = drafter
         self._admission = Admission(kv, config)
-        self._stride = math.gcd(*[group.block_size for group in kv.groups])
+        states = [group for group in kv.groups if isinstance(group, kvcore.RecurrentState)]
+        self._keeps_states = bool(states)
+        self._stride = math.gcd(*[each.block_size for each in kv.groups if each not in states])
         self._unfinished: dict[int, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -257,11 +259,13 @@ class Scheduler:
         ]
         kept = first is not None and (not decodes or decodes[0][0] is not first)
         decodes = decodes[: self._budget - kept]
-        # Inside a block of every group there is room: the token before has it too.
+        # Inside a block of every group there is room: the token before has it too. A state may
+        # have been published after any token; then the next one needs room for another.
         growing = [
             sequence
             for _, sequence, start in decodes
-            if start % self._stride == 0 and start >= sequence.num_reserved_tokens
+            if self._keeps_states
+            or (start % self._stride == 0 and start >= sequence.num_reserved_tokens)
         ]
         try:
             if growing:
@@ -302,10 +306,12 @@ class Scheduler:
         No request is preempted for draft tokens; only a follower that would fork after this step
         may find no block left and then starts like any other request.
         """
+        # Accepted drafts are computed again where states are kept: those are decodes too.
+        most_known = 1 + self.config.draft_tokens * self._keeps_states
         wanted = [
             (chunk.request, most)
             for chunk in self._planned.values()
-            if chunk.num_tokens == 1
+            if chunk.num_tokens <= most_known
             and chunk.samples
             and (most := self._most_drafts(chunk.request))
         ]
@@ -313,14 +319,15 @@ class Scheduler:
             return
         proposed = drafter.propose(wanted)
         for (request, _), drafts in zip(wanted, proposed, strict=True):
+            number = request.request_id
+            known = self._planned[number].num_tokens
             count = min(len(drafts), self._budget)
-            count = self._admission.num_reservable(request, 1 + count) - 1
-            if count:
-                self._kv.reserve(request.running_sequence, 1 + count)
+            count = self._admission.num_reservable(request, known + count) - known
+            if count > 0:
+                self._kv.reserve(request.running_sequence, known + count)
                 self._budget -= count
-                number = request.request_id
                 self._planned[number] = self._planned[number]._replace(
-                    num_tokens=1 + count, drafts=tuple(drafts[:count])
+                    num_tokens=known + count, drafts=tuple(drafts[:count])
                 )
                 self.stats.num_drafts += 1
                 self.stats.num_draft_tokens += count
@@ -443,6 +450,8 @@ class Scheduler:
         """Plan what fits of a running request into budget and blocks; it may have to wait."""
         if self._has_room(request):
             wanted = min(request.num_uncomputed_tokens, self._budget)
+            if self._keeps_states:
+                wanted = self._kv.chunk_length(request.running_sequence, wanted)
             num_tokens = self._admission.num_reservable(request, wanted)
             self._kv.reserve(request.running_sequence, num_tokens)
             self._add_chunk(request, num_tokens)
@@ -666,7 +675,10 @@ class Scheduler:
     def _accept_drafts(
         self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]
     ) -> None:
-        """The drafts that held are computed, what was drawn behind them joins; the rest is cut."""
+        """The drafts that held are computed, what was drawn behind them joins; the rest is cut.
+
+        Where states are kept, no draft is computed: no state has been stored behind one.
+        """
         for request in expecting:
             drafts, more = self._drafts.get(request.request_id, ()), further.get(request.request_id)
             sequence = request.sequence
@@ -674,7 +686,8 @@ class Scheduler:
                 continue
             if more:
                 count = len(more)
-                self._kv.step([sequence], count, more, num_known=count, num_reserved=0)
+                computed = 0 if self._keeps_states else count
+                self._kv.step([sequence], computed, more, num_known=count, num_reserved=0)
                 self.stats.num_accepted_tokens += len(more)
             self._kv.truncate(sequence, sequence.num_tokens)  # room that was for the others
 

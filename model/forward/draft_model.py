@@ -92,7 +92,6 @@ class DraftModel:
             network,
             BlockMover(network.backend, network.caches),
             self._sampler,
-            self._kv.groups,
             max_sampled=config.max_num_seqs,
             is_async=True,
             sanitizer=watch if isinstance(watch, SanitizedBackend) and beside is None else None,

@@ -20,6 +20,7 @@ import backends
 from model.attention.attention import PagedPass
 from model.attention.batch import StepTensors
 from model.attention.latents import absorb
+from model.attention.recurrent import RecurrentPass
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
@@ -30,6 +31,7 @@ from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import UnsupportedModelError
 from model.load.loader import LoadedModel
 from model.load.probes import check_tokens_alone, probe_layers
+from model.load.recurrence import probe_recurrence
 from model.sample.sampler import passes_for
 
 _POSITIONS = 4096  # if the model does not give a number
@@ -70,16 +72,18 @@ class PagedNetwork:
         self._backend = backend
         self.rope = rope_switch(self._network)
         absorb(self._network, backend.capabilities.max_latent_dim)
-        shapes = probe_layers(self._network, backend.device)
+        self._recurrence = probe_recurrence(self._network, backend.device)
+        states = self._recurrence.shapes
+        shapes = probe_layers(self._network, backend.device, keeps_states=bool(states))
         longest = model.max_positions or _POSITIONS
         check_tokens_alone(self._network, backend.device, longest, self.rope)
-        for layer, shape in enumerate(shapes):
+        for layer, shape in shapes.items():
             if shape.dtype not in backend.capabilities.dtypes:
                 raise UnsupportedModelError(
                     f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
-        self.layout = plan_layout(shapes)
+        self.layout = plan_layout([*shapes.values()], [*shapes], states)
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
         self._traced: TracedNetwork | None = None
@@ -145,7 +149,8 @@ class PagedNetwork:
             dtype: of a stored element.
             scales: of each layer; empty: all are 1.
         """
-        self.layout = plan_layout([replace(layer, dtype=dtype) for layer in self.layout.layers])
+        layers = [replace(layer, dtype=dtype) for layer in self.layout.layers]
+        self.layout = plan_layout(layers, [*self.layout.numbers], self.layout.states)
         self._scales = scales
 
     def free(self) -> None:
@@ -164,6 +169,8 @@ class PagedNetwork:
             raise UnsupportedModelError(
                 "tracing: its rotary factors depend on the length of each request"
             )
+        if self.layout.states:
+            raise UnsupportedModelError("tracing: it has recurrent layers")
         self._traced = trace_network(self._network, self.device)
 
     def compile(self, step: StepTensors, few: StepTensors) -> Tensor:
@@ -225,7 +232,8 @@ class PagedNetwork:
             self._network(input_ids=token, position_ids=token, use_cache=False, paged=noting)
         calls: dict[object, backends.LayerCall] = {}
         worth = self.shared_worth()
-        for layer, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
+        for index, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
+            layer = self.layout.numbers[index]
             cache, window = self.caches.layers[layer], self.layout.layers[layer].window
             shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
             kind = (num_q_heads, dtype, *shapes, cache.layout, window)
@@ -274,6 +282,17 @@ class PagedNetwork:
                     use_cache=False,
                     logits_to_keep=step.logit_rows,
                     paged=paged,
+                    **self._states_of(step),
                 )
         logits: Tensor = output.logits[0]
         return logits
+
+    def _states_of(self, step: StepTensors) -> dict[str, RecurrentPass]:
+        """The argument of a pass with the states that a step reads and writes, if it has any."""
+        if not self.layout.states:
+            return {}
+        if step.states is None:  # a prompt that stores nothing
+            return {"past_key_values": RecurrentPass.of_fresh([step.input_ids.shape[1]])}
+        one_by_one = self._recurrence.token_by_token
+        states = RecurrentPass(self.caches.states, step.states, token_by_token=one_by_one)
+        return {"past_key_values": states}

@@ -60,7 +60,7 @@ def _largest(
     request.start(sequence)
     kv.reserve(sequence, count)
     layout = network.layout
-    builder = BatchBuilder(network.device, len(groups), layout.chunks)
+    builder = BatchBuilder(network.device, len(layout.chunks), layout.chunks)
     step = builder.build(Step((Chunk(request, 0, count, samples=True),)))
     network.allocate(kv.num_usable_blocks + 1, block_size)
     try:
@@ -74,7 +74,7 @@ def _observe(network: PagedNetwork, step: StepTensors) -> list[tuple[Tensor, Ten
     network.logits(step, backend=cast("backends.Backend", noting))
     caches = network.caches.layers
     sources = [
-        number if layer.reads is None else layer.reads
+        number if layer.reads is None else network.layout.numbers[layer.reads]
         for number, layer in enumerate(network.layout.layers)
     ]
     return [noting.largest[id(caches[source])] for source in sources]

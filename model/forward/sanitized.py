@@ -154,7 +154,8 @@ class SanitizedBackend:
             SanitizerError: a slot or a table is wrong.
         """
         self._places = {
-            id(cache): (layer, layout.places[layer][0]) for layer, cache in enumerate(caches.layers)
+            id(caches.layers[number]): (layer, layout.places[number][0])
+            for layer, number in layout.numbers.items()
         }
         self._pieces = []
         for group, batch in enumerate(tensors.paged):

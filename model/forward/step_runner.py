@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import kvcore
 from model.attention.batch import BatchBuilder, StepTensors, chosen_ids
 from model.caches.swap import BlockMover
 from model.control.request import Request
@@ -100,7 +99,6 @@ class StepRunner:
         network: computes the logits.
         mover: moves blocks.
         sampler: draws the tokens.
-        groups: of the cache.
         max_sampled: the most rows of a step whose successor is sent before its tokens are read.
         is_async: whether steps are sent before the tokens of the previous one are read.
         sanitizer: the backend, if it checks each step.
@@ -112,7 +110,6 @@ class StepRunner:
         network: PagedNetwork,
         mover: BlockMover,
         sampler: RequestSampler,
-        groups: Sequence[kvcore.LayerGroup],
         *,
         max_sampled: int,
         is_async: bool,
@@ -124,8 +121,10 @@ class StepRunner:
         self._mover = mover
         self._sampler = sampler
         chunks, worth = network.layout.chunks, network.shared_worth()
+        has_states = bool(network.layout.states)
         self._builders = [
-            BatchBuilder(network.device, len(groups), chunks, worth) for _ in range(1 + is_async)
+            BatchBuilder(network.device, len(chunks), chunks, worth, has_states=has_states)
+            for _ in range(1 + is_async)
         ]
         self._is_async = is_async
         if drawn is None:

@@ -25,6 +25,7 @@ from transformers import (
 from model.attention.attention import IMPLEMENTATION
 from model.errors import UnsupportedModelError
 from model.load.probes import probe_layers
+from model.load.recurrence import find_states
 
 _SERVED = {"full_attention", "sliding_attention", "chunked_attention"}
 _KINDS = (  # a part of the name of a layer's type or class, and what it is
@@ -81,9 +82,19 @@ def check_architecture(
         ) from error
     kinds: Sequence[str] = getattr(text_config, "layer_types", None) or ()
     takes_backends = getattr(network_type, "_supports_attention_backend", False)
-    if not takes_backends or not _SERVED.issuperset(kinds):
+    served = takes_backends and _SERVED.issuperset(kinds)
+    if not served and not _has_states(config):
         raise UnsupportedModelError(f"{architecture}: {_layers(config, own_name, kinds)}")
     _check_attention(architecture, text_config)
+
+
+def _has_states(config: PreTrainedConfig) -> bool:
+    """Whether a network keeps states that a cache of ours can give it. One pass, no weights."""
+    try:
+        network = _network_without_weights(config)
+    except Exception:  # noqa: BLE001  # a class of Transformers may raise any error
+        return False
+    return bool(find_states(network, torch.device("meta")))
 
 
 def _check_attention(architecture: str, config: PreTrainedConfig) -> None:
@@ -206,7 +217,8 @@ def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
     except Exception as error:
         raise _own_failure(config, error) from error
     try:
-        probe_layers(network, torch.device("meta"))
+        states = find_states(network, torch.device("meta"))
+        probe_layers(network, torch.device("meta"), keeps_states=bool(states))
     except (RuntimeError, NotImplementedError):  # of the meta device; ours are no RuntimeErrors
         return network
     except UnsupportedModelError:

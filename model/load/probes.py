@@ -32,7 +32,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import backends
 from model.attention.attention import IMPLEMENTATION, attend
-from model.attention.positions import ReportedLength, RowsElsewhere, report_positions
+from model.attention.positions import RowsElsewhere, report_positions
+from model.attention.recurrent import RecurrentPass, is_divided
 from model.attention.rope import RopeSwitch
 from model.caches.layout import LayerShape
 from model.errors import UnsupportedModelError
@@ -272,16 +273,22 @@ def _probing_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(IMPLEMENTATION)
 
 
-def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
+def probe_layers(
+    model: PreTrainedModel, device: torch.device, *, keeps_states: bool = False
+) -> dict[int, LayerShape]:
     """Run a token through the model and note what every layer stores, reads and sees. One pass.
 
-    This also proves that every layer attends through our function; a model with a layer that keeps
-    another kind of state (Mamba, linear attention) is refused. A layer reads the keys and values of
+    This also proves that every layer attends through our function. If some keep states, others need
+    not attend; `check_tokens_alone` finds those with states that we do not know of. A layer reads the keys and values of
     another one only if a second pass, of two tokens, shows it too; otherwise it stores its own.
 
     Args:
         model: left with our attention.
         device: of the model; the meta device works for a model without weights.
+        keeps_states: whether some layers keep states (`recurrence.py`).
+
+    Returns:
+        For the index of each layer that attends what it stores.
 
     Raises:
         UnsupportedModelError: the model cannot run with a paged cache, and why.
@@ -289,20 +296,20 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
     name, probe = type(model).__name__, _probed(model, device, 1)
     config = model.config.get_text_config()
     num_layers: int = config.num_hidden_layers
-    if sorted(probe.shapes) != list(range(num_layers)):
-        missing = sorted(set(range(num_layers)) - set(probe.shapes))
+    missing = sorted(set(range(num_layers)) - set(probe.shapes))
+    if (missing and not keeps_states) or not probe.shapes or max(probe.shapes) >= num_layers:
         raise UnsupportedModelError(
             f"{name}: wanted every one of {num_layers} layers to attend through "
             f"Transformers' AttentionInterface with a cache of its own, layers {missing} do not"
         )
     _check_declared(name, config, probe)
-    shapes = [probe.shapes[layer] for layer in range(num_layers)]
-    if any(shape.reads is not None for shape in shapes):
+    shapes = {layer: probe.shapes[layer] for layer in sorted(probe.shapes)}
+    if any(shape.reads is not None for shape in shapes.values()):
         again = _probed(model, device, 2).shapes
-        for layer, shape in enumerate(shapes):
+        for layer, shape in shapes.items():
             if again[layer].reads != shape.reads:
                 shapes[layer] = replace(shape, reads=None)
-    return tuple(shapes)
+    return shapes
 
 
 def _probed(model: PreTrainedModel, device: torch.device, num_tokens: int) -> Probe:
@@ -451,7 +458,7 @@ def _misplaced(
         token = [numbers[0] % vocab_size]
         cached, alone = _Alone(row=0), _Alone(row=0, elsewhere=(rows := RowsElsewhere(1, position)))
         with nullcontext() if rope is None else rope.choosing(is_long):
-            length = ReportedLength(position)
+            length = RecurrentPass.of_fresh([1], position)
             _run(model, device, token, [position], cached, past_key_values=length)
             with rows:
                 _run(model, device, token, [position], alone)
@@ -502,6 +509,8 @@ def _run(
     alone: _Alone,
     **more: object,
 ) -> None:
+    if is_divided(model):  # each token is a sequence of its own
+        more = {"past_key_values": RecurrentPass.of_fresh([1] * len(tokens))} | more
     with torch.inference_mode():
         model(
             input_ids=torch.tensor([tokens], device=device),

@@ -103,6 +103,12 @@ _SHARED = {"num_kv_shared_layers": 2, "layer_types": 2 * _HYBRID, "num_hidden_la
 _LINEAR = ["linear_attention", "full_attention"]
 
 EXTRA |= {
+    "BambaConfig": {"": {"attn_layer_indices": [1]}},
+    "FalconH1Config": {"": {"mamba_d_ssm": 128}},
+    "JambaConfig": {"": {"attn_layer_period": 2, "attn_layer_offset": 1}},
+    "Mamba2Config": {"": {"num_heads": 4, "head_dim": 32, "n_groups": 1}},
+    "NemotronHConfig": {"": {"n_groups": 1}},
+    "Zamba2Config": {"": {"n_mamba_heads": 4, "mamba_headdim": 32}},
     "CohereCompassTextConfig": {"": {"rope_parameters": {"full_attention": rope("default")}}},
     "DbrxConfig": {"": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}}},
     "Dots3NoteTextConfig": {"": {"num_attention_heads": 4, "num_key_value_heads": 4}},

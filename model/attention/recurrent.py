@@ -1,0 +1,389 @@
+"""Recurrent layers inside Transformers' models: a step's sequences, each from its own state.
+
+A module that keeps a state asks the cache of its pass for it (`get_conv_state`,
+`update_recurrent_state` and so on). It knows nothing of packed rows: it takes a row as one
+sequence. So its forward is wrapped: the rows of a step are divided by sequence, sequences with the
+same numbers of tokens run together as a batch, and each call gets a cache with their states only.
+
+Decides: when a state is stored: after the tokens of a step that are known. Draft tokens continue
+from it and nothing of them is stored, so a rejected one leaves no trace.
+
+Invariants: the states that a step reads are copied before a module sees them, because some kernels
+update the state that they are given in place; a pass writes the blocks of its step and no others; a
+pass without this cache runs as if the modules were not wrapped.
+
+Does not know: which blocks a sequence has, which modules keep states (`load/recurrence.py`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.attention.positions import ReportedLength
+from model.caches.states import StateKey, StateTensors
+
+
+class Run(NamedTuple):
+    """The rows of one sequence in a step.
+
+    Attributes:
+        start: its first row.
+        num_known: rows of tokens that stay.
+        num_drafts: rows of draft tokens behind them.
+        has_state: whether tokens were computed before; otherwise it starts from zeros.
+    """
+
+    start: int
+    num_known: int
+    num_drafts: int
+    has_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """Which states a step reads and writes.
+
+    Attributes:
+        runs: the rows of each sequence, in order.
+        read: int64 [num_seqs, blocks_per_state]: block ids; of a sequence without a state 0.
+        write: likewise; None: nothing is stored.
+    """
+
+    runs: tuple[Run, ...]
+    read: Tensor
+    write: Tensor | None
+
+    def to(self, device: torch.device) -> "StateStep":
+        """The same on a device; the copies may still run on return. O(its bytes)."""
+        write = None if self.write is None else self.write.to(device, non_blocking=True)
+        return StateStep(self.runs, self.read.to(device, non_blocking=True), write)
+
+
+class HeldStates(ReportedLength):
+    """A cache in Transformers' interface with the states of some sequences of equal length.
+
+    Args:
+        tensors: the states of all sequences.
+        read: int64 [num_seqs, blocks_per_state]; None: they start from zeros.
+    """
+
+    def __init__(self, tensors: StateTensors, read: Tensor | None) -> None:
+        super().__init__(0)
+        self._tensors = tensors
+        self._read = read
+        self.held: dict[StateKey, Tensor] = {}  # [num_seqs, *shape]
+
+    def store(self, write: Tensor) -> None:
+        """Write the states that are held. O(their bytes)."""
+        for key, state in self.held.items():
+            piece, blocks = self._tensors[key].piece, self._tensors[key].blocks
+            blocks[write[:, piece]] = state.to(blocks.dtype)
+
+    def _load(self, key: StateKey) -> Tensor | None:
+        if key not in self.held and self._read is not None:
+            tensor = self._tensors[key]
+            self.held[key] = tensor.blocks[self._read[:, tensor.piece]]
+        return self.held.get(key)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution, a copy; None: there are none. O(its bytes)."""
+        return self._load(StateKey(layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A recurrent state, a copy; None: there is none. O(its bytes)."""
+        return self._load(StateKey(layer_idx, "recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Hold the last inputs from now on; all that a convolution needs, those before included.
+
+        O(its bytes).
+        """
+        key = StateKey(layer_idx, "conv", state_idx)
+        before = self._load(key)
+        if before is None:
+            size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            missing = max(0, size - conv_states.shape[-1])
+            inputs = nn.functional.pad(conv_states, (missing, 0))
+        else:
+            size, inputs = before.shape[-1], torch.cat([before, conv_states], dim=-1)
+        self.held[key] = inputs[..., inputs.shape[-1] - size :]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Hold a recurrent state from now on. O(1)."""
+        self.held[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """MiniMax's name of `get_recurrent_state`. O(its bytes)."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """MiniMax's name of `update_recurrent_state`. O(1)."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def has_previous_state(self, *_: object, **__: object) -> bool:
+        """Whether there is a state before this call. O(1)."""
+        return self._read is not None or bool(self.held)
+
+    def is_recording_past(self, *_: object, **__: object) -> bool:
+        """Never: states are not cut. O(1)."""
+        return False
+
+
+_Rows = Tensor | slice
+"""Rows of a step: int64 [num_seqs, tokens of each], or those of one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Sequences with the same numbers of tokens.
+
+    Attributes:
+        known: for each call of the module the rows that it computes.
+        drafts: likewise, afterwards.
+        read: see `StateStep`; None: they start from zeros.
+        write: see `StateStep`.
+    """
+
+    known: list[_Rows]
+    drafts: list[_Rows]
+    read: Tensor | None
+    write: Tensor | None
+
+
+class RecurrentPass(ReportedLength):
+    """The cache of a pass over packed rows: what a network passes on to its layers.
+
+    Layers that attend take it for a cache that stores nothing.
+
+    Args:
+        tensors: the states of all sequences.
+        step: the rows of each sequence, and its blocks.
+        token_by_token: a module cannot compute several tokens from a state in one call.
+        length: what layers that ask for the number of tokens before the pass are told.
+    """
+
+    def __init__(
+        self,
+        tensors: StateTensors,
+        step: StateStep,
+        *,
+        token_by_token: bool = False,
+        length: int | Tensor = 0,
+    ) -> None:
+        super().__init__(length)
+        self.tensors = tensors
+        self.num_rows = sum([run.num_known + run.num_drafts for run in step.runs])
+        self.batches = _batches(step, token_by_token=token_by_token)
+        self.outputs: list[tuple[nn.Module, object]] | None = None
+
+    @classmethod
+    def of_fresh(cls, lengths: Iterable[int], length: int | Tensor = 0) -> "RecurrentPass":
+        """A pass of sequences that start from zeros and store nothing. O(sequences).
+
+        Args:
+            lengths: the tokens of each.
+            length: see the class.
+        """
+        runs, start = [], 0
+        for count in lengths:
+            runs.append(Run(start, count, 0, has_state=False))
+            start += count
+        nothing = torch.zeros((len(runs), 0), dtype=torch.int64)
+        return cls({}, StateStep(tuple(runs), nothing, None), length=length)
+
+
+def _batches(step: StateStep, *, token_by_token: bool) -> list[_Batch]:
+    alike: dict[tuple[int, int, bool], list[int]] = {}
+    for number, run in enumerate(step.runs):
+        alike.setdefault(run[1:], []).append(number)
+    device, found = step.read.device, []
+    for (num_known, num_drafts, has_state), numbers in alike.items():
+        starts = [step.runs[number].start for number in numbers]
+        behind = [start + num_known for start in starts]
+        own = torch.tensor(numbers, device=device)
+        found.append(
+            _Batch(
+                _rows(starts, num_known, device, one_by_one=token_by_token and has_state),
+                _rows(behind, num_drafts, device, one_by_one=token_by_token),
+                step.read[own] if has_state else None,
+                None if step.write is None else step.write[own],
+            )
+        )
+    return found
+
+
+def _rows(
+    starts: Sequence[int], count: int, device: torch.device, *, one_by_one: bool
+) -> list[_Rows]:
+    """The rows of each call, for sequences of `count` rows each."""
+    if one_by_one:
+        return [
+            rows
+            for offset in range(count)
+            for rows in _rows([s + offset for s in starts], 1, device, one_by_one=False)
+        ]
+    if count == 0:
+        return []
+    if len(starts) == 1:
+        return [slice(starts[0], starts[0] + count)]
+    first = torch.tensor(starts, device=device)
+    return [first[:, None] + torch.arange(count, device=device)]
+
+
+class _Divided:
+    """The forward of a module that keeps a state: sequence by sequence in our passes.
+
+    Args:
+        module: keeps the state.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._forward: Callable[..., Any] = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as the module takes it
+        """Call the module once or more, and put the rows together again."""
+        given = (*args, *kwargs.values())
+        passing = next((value for value in given if isinstance(value, RecurrentPass)), None)
+        if passing is None:
+            return self._forward(*args, **kwargs)
+        parts: list[tuple[_Rows, Any]] = []
+
+        def call(cache: HeldStates, rows: _Rows) -> None:
+            own, named = _picked((args, kwargs), rows, passing.num_rows, cache)
+            parts.append((rows, self._forward(*own, **named)))
+
+        for batch in passing.batches:
+            cache = HeldStates(passing.tensors, batch.read)
+            for rows in batch.known:
+                call(cache, rows)
+            if batch.write is not None:
+                cache.store(batch.write)
+            for rows in batch.drafts:
+                call(cache, rows)
+        output = _joined(parts, passing.num_rows)
+        if passing.outputs is not None:
+            passing.outputs.append((self._module, output))
+        return output
+
+
+def _picked(value: Any, rows: _Rows, num_rows: int, cache: HeldStates) -> Any:  # noqa: ANN401
+    """Arguments of some rows, with the cache of their sequences."""
+    if isinstance(value, Tensor):
+        if value.shape[:2] != (1, num_rows):
+            return value
+        return value[:, rows] if isinstance(rows, slice) else value[0][rows]
+    if isinstance(value, RecurrentPass):
+        return cache
+    if type(value) in (tuple, list):
+        return type(value)(_picked(one, rows, num_rows, cache) for one in value)
+    if type(value) is dict:
+        return {name: _picked(one, rows, num_rows, cache) for name, one in value.items()}
+    return value
+
+
+def _joined(parts: Sequence[tuple[_Rows, Any]], num_rows: int) -> Any:  # noqa: ANN401
+    """The results of calls as one: tensors with the rows of a call are put together."""
+    first = parts[0][1]
+    if isinstance(first, tuple):
+        columns = zip(*[result for _, result in parts], strict=True)
+        rows = [rows for rows, _ in parts]
+        return tuple(_joined([*zip(rows, one, strict=True)], num_rows) for one in columns)
+    if not isinstance(first, Tensor):
+        return first
+    sizes = [
+        (1, rows.stop - rows.start) if isinstance(rows, slice) else rows.shape for rows, _ in parts
+    ]
+    if any(part.shape[:2] != size for (_, part), size in zip(parts, sizes, strict=True)):
+        return first  # a state, say; no layer takes it from here
+    out = first.new_empty((1, num_rows, *first.shape[2:]))
+    for rows, part in parts:
+        out[0, rows] = part[0] if isinstance(rows, slice) else part
+    return out
+
+
+def divide(modules: Iterable[nn.Module]) -> None:
+    """Wrap the forwards of modules that keep states; of wrapped ones nothing changes. O(modules).
+
+    Args:
+        modules: each asks the cache of its pass for a state.
+    """
+    for module in modules:
+        if not isinstance(module.forward, _Divided):
+            module.forward = _Divided(module)
+
+
+def is_divided(network: nn.Module) -> bool:
+    """Whether some modules of a network are wrapped. O(modules)."""
+    return any(isinstance(module.forward, _Divided) for module in network.modules())
+
+
+@dataclass(slots=True)
+class Spy:
+    """Finds the modules that ask the cache of their pass for states, and the states.
+
+    Attributes:
+        modules: those that have asked.
+        attending: those that have called attention, or called a module that has.
+        cache: to be passed to the network.
+    """
+
+    modules: list[nn.Module] = field(default_factory=list)
+    attending: list[nn.Module] = field(default_factory=list)
+    _calls: list[nn.Module] = field(default_factory=list)
+    cache: "_Spied" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = _Spied(self)
+
+    def enter(self, module: nn.Module, _: object) -> None:
+        """A hook: a module is called."""
+        self._calls.append(module)
+
+    def leave(self, *_: object) -> None:
+        """A hook: the call returns, or fails."""
+        self._calls.pop()
+
+    def ask(self) -> None:
+        """The innermost module has asked for a state."""
+        if self._calls[-1] not in self.modules:
+            self.modules.append(self._calls[-1])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
+        """Attention of any layer: zeros."""
+        del layer, key
+        self.attending += self._calls
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+class _Spied(HeldStates):
+    """The states of one sequence that starts from zeros; notes which module asks."""
+
+    def __init__(self, spy: Spy) -> None:
+        super().__init__({}, None)
+        self._spy = spy
+
+    def _load(self, key: StateKey) -> Tensor | None:
+        self._spy.ask()
+        return super()._load(key)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **more: object
+    ) -> Tensor:
+        """As `HeldStates`. O(1)."""
+        self._spy.ask()
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **more)
