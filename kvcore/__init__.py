@@ -61,8 +61,15 @@ from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
 from kvcore.sequence import KVSequence
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
+from kvcore.tables.groups import (
+    ChunkedLocal,
+    FullAttention,
+    LayerGroup,
+    RecurrentState,
+    SlidingWindow,
+)
 from kvcore.tables.slots import Slot, slot_of, slots_of
+from kvcore.tables.state_table import StateTable
 from kvcore.verbs.peaks import peak_blocks
 from kvcore.verbs.write import StepTables
 
@@ -137,6 +144,7 @@ __all__ = [
     "NotReservedError",
     "OutOfBlocksError",
     "Plan",
+    "RecurrentState",
     "ResetReport",
     "Retention",
     "SequenceTooLongError",
@@ -144,6 +152,7 @@ __all__ = [
     "Slot",
     "Snapshot",
     "StaleSequenceError",
+    "StateTable",
     "Stats",
     "StepTables",
     "Tokens",

@@ -22,6 +22,9 @@ BlockId = NewType("BlockId", int)
 NULL_BLOCK: Final = BlockId(0)
 """The block that padding points to: never handed out, never published, never freed."""
 
+PIECE_KEY_BYTES: Final = 2
+"""The length of the key of a further piece of a state; no block of tokens has a key so short."""
+
 
 class Node:
     """The content of one block: its tokens, after the content of the parent.
@@ -72,6 +75,13 @@ class Node:
         while node.parent is not None:
             node = node.parent
         return node
+
+    def is_piece(self) -> bool:
+        """Return whether it is a further piece of a state, which lives with the first one. O(1).
+
+        No tokens have a key so short. Pieces are in no event: the first one stands for all.
+        """
+        return len(self.tokens) == PIECE_KEY_BYTES and self.parent is not None
 
     def has_children(self) -> bool:
         """Return whether the node has children. O(1)."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import final
 
-from kvcore.block import Block, Node
+from kvcore.block import PIECE_KEY_BYTES, Block, Node
 from kvcore.events import EventLog
 from kvcore.identity.tokens import AT_ONCE, BYTES_PER_TOKEN, cutter
 
@@ -209,7 +209,8 @@ class ContentTree:
         for block in blocks:
             node = block.node
             if node is not None and node.first_copy is block:
-                new.append(node)
+                if not node.is_piece():
+                    new.append(node)
             elif new:
                 log.stored(new, namespace_key, self._group)
                 new = []
@@ -343,6 +344,26 @@ class ContentTree:
             self._spare = node
 
 
+def find_pieces(first: Block, count: int) -> list[Block]:
+    """Return the `count` pieces of a published state, from its first one on. O(count).
+
+    Older copies of the others may be left from a state whose first piece was evicted.
+    """
+    found = [first]
+    node = first.node
+    for number in range(1, count):
+        if node is None:
+            break
+        key = number.to_bytes(PIECE_KEY_BYTES, "big")
+        child = node.last_child
+        if child is None or child.tokens != key:
+            child = None if node.children is None else node.children.get(key)
+        if child is not None and child.last_copy is not None:
+            found.append(child.last_copy)
+        node = child
+    return found
+
+
 def lost_contents(blocks: Sequence[Block]) -> list[tuple[Node, int]]:
     """Return the contents that only these blocks hold, with their layer groups. O(copies).
 
@@ -352,7 +373,7 @@ def lost_contents(blocks: Sequence[Block]) -> list[tuple[Node, int]]:
     lost: list[tuple[Node, int]] = []
     for block in blocks:
         node = block.node
-        if node is None:
+        if node is None or node.is_piece():
             continue
         if node.first_copy is not block or node.last_copy is not block:
             copies[node] = copies.get(node, len(node.copies())) - 1

@@ -243,6 +243,8 @@ class EventLog:
         for group, root in roots:
             run: list[Node] = []
             for node in root.descendants():
+                if node.is_piece():
+                    continue
                 if run and node.parent is not run[-1]:
                     runs.append(self._describe(run, root.tokens, group, self.number))
                     run = []

@@ -48,11 +48,19 @@ from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
 from kvcore.sequence import KVSequence, check_all_known, check_expected, check_length
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import LayerGroup, resolve_groups
+from kvcore.tables.groups import LayerGroup, attention_groups, resolve_groups, state_group
+from kvcore.tables.state_table import StateTable
 from kvcore.verbs import load as loading
 from kvcore.verbs import step as forward
 from kvcore.verbs.peaks import blocks_still_taken
-from kvcore.verbs.rewind import blocks_tail_first, cut, invalidate_blocks, invalidate_from, leaving
+from kvcore.verbs.rewind import (
+    blocks_tail_first,
+    close_states,
+    cut,
+    invalidate_blocks,
+    invalidate_from,
+    leaving,
+)
 from kvcore.verbs.share import (
     describe,
     kept_hits,
@@ -63,6 +71,7 @@ from kvcore.verbs.share import (
     share_cached,
     share_computed,
 )
+from kvcore.verbs.states import states_until
 from kvcore.verbs.write import write_rows
 
 
@@ -124,7 +133,9 @@ class KVCacheManager:
         )
         self.leases = LeaseBook(self.pool)
         self.sequences: dict[int, KVSequence] = {}
-        self._shapes = tuple([BlockTable(group) for group in self.groups])  # always empty
+        self._attention = attention_groups(self.groups)
+        self._shapes = tuple([BlockTable(group) for group in self._attention])  # always empty
+        self._state = self._new_states()  # always empty
         self._no_growth: tuple[tuple[BlockId, ...], ...] = ((),) * len(sizes)
         self._last_step: list[KVSequence] = []
         self._next_seq_id = 0
@@ -160,6 +171,7 @@ class KVCacheManager:
         namespace: Namespace | None = DEFAULT_NAMESPACE,
         items: Sequence[MultimodalItem] = (),
         retain: Sequence[Retention] = (),
+        boundaries: Sequence[SupportsIndex] = (),
         resumed: Flag = False,
         skip_reading: Flag = False,
     ) -> KVSequence:
@@ -173,6 +185,9 @@ class KVCacheManager:
             namespace: it shares blocks with sequences of the same namespace; None: it shares none.
             items: multimodal items (images, embeddings), in order and without overlap.
             retain: the ranges of tokens to keep in the cache longer than others.
+            boundaries: positions at which recurrent states are wanted, such as the last turn of a
+                conversation: the last block boundary before each. The end of the prompt, and where
+                it parts from what is cached, are always among them.
             resumed: the request was preempted before; the statistics count it separately.
             skip_reading: compute all tokens without a look-up. Other sequences can hit its blocks,
                 and the statistics do not count it.
@@ -188,12 +203,15 @@ class KVCacheManager:
         if not self.enable_caching:
             key = None
         retention = check_retention(retain) if retain else ()
+        ends = [as_int("boundaries", end, 0) for end in as_list("boundaries", boundaries)]
         seq = self._new_sequence(packed, key, checked)
         seq.retention = retention
         if key is None or is_blind:
+            if seq.state is not None:
+                seq.state.begin(len(packed), 0, ends)
             self._admit(seq, [])
             return seq
-        self._admit(seq, share_cached(self.pool, seq))
+        self._admit(seq, share_cached(self.pool, seq, ends))
         if is_resumed:
             self._num_resumed_tokens += len(packed)
             self._num_resumed_hit_tokens += seq.num_cached_tokens
@@ -236,7 +254,22 @@ class KVCacheManager:
         if as_bool("skip_reading", skip_reading) or not self.enable_caching:
             key = None
         deferred = self.leases.num_deferred_blocks()
-        return planned(self.pool, self._shapes, packed, key, checked, width, external, deferred)
+        return planned(
+            self.pool, self._shapes, self._state, packed, key, checked, width, external, deferred
+        )
+
+    def chunk_length(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
+        """Return how many of the next `num_tokens` tokens one step should compute. O(log).
+
+        Fewer, if a recurrent state is wanted before their end: a state can be published only where
+        a step ends. A longer step is right too, and publishes less.
+        """
+        count = as_int("num_tokens", num_tokens, 0)
+        self._check_open(seq)
+        if seq.state is None or seq.namespace_key is None:
+            return count
+        computed = seq.num_computed_tokens
+        return min(count, seq.state.next_stop(computed) - computed)
 
     def reserve(
         self, seq: KVSequence, num_tokens: SupportsIndex
@@ -283,8 +316,10 @@ class KVCacheManager:
             if total > len(table.blocks) * table.block_size:
                 break
         else:
-            seq.find_limits(self.max_model_len)
-            return self._no_growth
+            state = seq.state
+            if state is None or state.write or total == seq.num_computed_tokens:
+                seq.find_limits(self.max_model_len)
+                return self._no_growth
         return forward.grow(self.pool, seq, total, self.max_model_len)
 
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
@@ -294,6 +329,8 @@ class KVCacheManager:
         """
         total = self._room_wanted(seq, num_tokens)
         missing = sum([table.num_missing(total) for table in seq.tables])
+        if seq.state is not None and total > seq.num_computed_tokens:
+            missing += seq.state.num_missing()
         return missing <= self.pool.num_free_blocks
 
     def append(self, seq: KVSequence, token: SupportsIndex) -> None:
@@ -465,6 +502,8 @@ class KVCacheManager:
         its blocks are not reused. Use the lease in a `with`, or end it by `lease.end()`, by
         `leases.end(lease_id)` when a completion arrives, or by its deadline. A lease without a
         deadline pins its blocks: they stay in the cache, and can be hit, until it is ended.
+        Recurrent states are among them. Except for a lease of the kind "step", the sequence does
+        not write into them any more: call `reserve` before its next step.
 
         Args:
             seq: an open sequence.
@@ -479,7 +518,13 @@ class KVCacheManager:
         count = None if num_tokens is None else as_int("num_tokens", num_tokens, 0)
         steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
         self._check_open(seq)
-        return self.leases.begin(blocks_tail_first(seq, count), kind, owner, steps)
+        held = states_until(seq, count) + blocks_tail_first(seq, count)
+        lease = self.leases.begin(held, kind, owner, steps)
+        state = seq.state
+        if state is not None and kind != "step" and state.write is state.read:
+            state.write = []
+            seq.num_reserved_tokens = seq.next_boundary = seq.fast_decode_limit = 0
+        return lease
 
     def begin_load(
         self,
@@ -611,7 +656,10 @@ class KVCacheManager:
         known: object = seq  # callers are not all typed
         if type(known) is not KVSequence or self.sequences.get(known.seq_id) is not known:
             self._check_open(seq)
-        self.pool.give_back(leaving(seq, 0))
+        if seq.state is not None:
+            close_states(self.pool, seq)
+        else:
+            self.pool.give_back(leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
         self.pool.num_computed_tokens -= seq.num_computed_tokens
@@ -944,9 +992,16 @@ class KVCacheManager:
     def _new_sequence(
         self, packed: array[int], key: bytes | None, items: tuple[MultimodalItem, ...]
     ) -> KVSequence:
-        seq = KVSequence(self, self._next_seq_id, packed, key, self.groups, items)
+        seq = KVSequence(self, self._next_seq_id, packed, key, self._attention, items)
         seq.opened_at = self.pool.step
+        if self._state is not None:
+            seq.state = self._new_states()
         return seq
+
+    def _new_states(self) -> StateTable | None:
+        """Return an empty table of states; None without a group that keeps them."""
+        group = state_group(self.groups)
+        return None if group is None else StateTable(group, len(self.groups) - 1)
 
     def _check_open(self, seq: KVSequence) -> None:
         known: object = seq  # callers are not all typed

@@ -31,6 +31,7 @@ from kvcore.identity.multimodal import MultimodalItem
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.groups import NEVER, LayerGroup
 from kvcore.tables.slots import check_width, int_view, put_ints, slots_of
+from kvcore.tables.state_table import StateTable
 
 
 @final
@@ -44,7 +45,8 @@ class KVSequence:
         packed: its known tokens, as `array("I")`. Read it, do not write it.
         num_unknown_tokens: the number of expected tokens after the known ones.
         items: its multimodal items, in order.
-        tables: its block table for each layer group. Read them, do not write them.
+        tables: its block table for each layer group with attention. Read them, do not write them.
+        state: its recurrent states; None without a group that keeps them. Read it.
         namespace_key: the encoded namespace; None: the sequence is not cached.
         retention: the ranges of tokens to keep longer than others.
         opened_at: the step at which it was opened.
@@ -75,6 +77,7 @@ class KVSequence:
         "packed",
         "retention",
         "seq_id",
+        "state",
         "tables",
         "tag",
     )
@@ -97,6 +100,7 @@ class KVSequence:
         self.tables: tuple[BlockTable, ...] = (BlockTable(groups[0]),)
         if len(groups) > 1:
             self.tables = tuple([BlockTable(group) for group in groups])
+        self.state: StateTable | None = None
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_unknown_tokens = 0
@@ -137,7 +141,8 @@ class KVSequence:
     @property
     def num_blocks(self) -> int:
         """The number of blocks held in all groups, without null entries. O(groups)."""
-        return sum([len(table.blocks) - table.num_null for table in self.tables])
+        held = sum([len(table.blocks) - table.num_null for table in self.tables])
+        return held if self.state is None else held + len(self.state.blocks())
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -153,6 +158,28 @@ class KVSequence:
     def block_tables(self) -> tuple[tuple[BlockId, ...], ...]:
         """A copy of the block table of every group, null entries included. O(num_blocks)."""
         return tuple([tuple(map(BlockId, table.block_ids)) for table in self.tables])
+
+    @property
+    def state_blocks(self) -> tuple[tuple[BlockId, ...], tuple[BlockId, ...]]:
+        """The blocks of the recurrent state that the next step reads, and of the one it writes.
+
+        The first are empty where the step starts from zeros, before the first computed token. Both
+        are the same where the state may be replaced. O(blocks of a state).
+
+        Raises:
+            StaleSequenceError: the sequence is closed.
+            NotReservedError: no blocks are reserved for the next state: call `reserve` first.
+            InvalidArgumentError: no group keeps recurrent states.
+        """
+        if not self.is_open:
+            raise StaleSequenceError(f"{self!r} is closed")
+        state = self.state
+        if state is None:
+            raise InvalidArgumentError("groups: wanted a RecurrentState, got attention only")
+        if not state.write:
+            raise NotReservedError(f"{self!r} has no blocks for its next state: call reserve first")
+        read = tuple([block.block_id for block in state.read])
+        return read, tuple([block.block_id for block in state.write])
 
     def write_block_table(self, out: object, group: SupportsIndex = 0) -> int:
         """Write a group's block ids to the beginning of `out`. O(num_blocks).
@@ -252,6 +279,7 @@ class KVSequence:
         """
         room = NEVER if longest is None else longest
         due = NEVER
+        state = self.state
         is_cached = self.namespace_key is not None
         for table in self.tables:
             size = table.block_size
@@ -264,6 +292,9 @@ class KVSequence:
                     due = full
             if table.forgets:
                 due = min(due, table.next_pass(table.num_null))
+        if state is not None:
+            room = min(room, state.room(self.num_computed_tokens))
+            due = min(due, state.next_due(self.num_computed_tokens, len(self.packed)))
         self.num_reserved_tokens = room
         self.next_boundary = due if due <= room else room + 1
 
@@ -336,3 +367,7 @@ def check_computed(seq: KVSequence, num_computed: int, num_tokens: int) -> None:
             raise NotReservedError(
                 f"commit: {num_computed} tokens computed, blocks reserved for {room}"
             )
+    if num_computed > before and seq.state is not None and not seq.state.write:
+        raise NotReservedError(
+            f"commit: {num_computed} tokens computed, no blocks reserved for the state after them"
+        )

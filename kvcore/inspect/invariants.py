@@ -15,7 +15,7 @@ from math import lcm
 from typing import Final, NoReturn
 
 from kvcore.block import Block, Node
-from kvcore.content_tree import ContentTree
+from kvcore.content_tree import ContentTree, find_pieces
 from kvcore.errors import InvariantError
 from kvcore.events import fold
 from kvcore.identity.block_hash import block_contents
@@ -23,7 +23,8 @@ from kvcore.identity.tokens import BYTES_PER_TOKEN
 from kvcore.manager import KVCacheManager
 from kvcore.sequence import KVSequence
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import first_kept_block
+from kvcore.tables.groups import attention_groups, first_kept_block, state_group
+from kvcore.tables.state_table import StateTable
 
 
 def partition(manager: KVCacheManager) -> None:
@@ -55,6 +56,7 @@ def ref_counts(manager: KVCacheManager) -> None:
     Its count of leases is the number of its places in leases.
     """
     held = Counter(id(block) for _, table in _tables(manager) for block in _owned(table))
+    held.update([id(block) for _, state in _states(manager) for block in state.blocks()])
     leases = Counter(id(b) for lease in manager.leases.active.values() for b in lease.blocks)
     held.update(leases)
     for block in manager.pool.blocks:
@@ -88,7 +90,8 @@ def index(manager: KVCacheManager) -> None:
             _check_root(root)
         _check_no_loop(tree)
         for node in tree.nodes():
-            if len(node.tokens) < manager.groups[number].block_size * BYTES_PER_TOKEN:
+            is_short = len(node.tokens) < manager.groups[number].block_size * BYTES_PER_TOKEN
+            if is_short and not node.is_piece():
                 _fail("P6", f"a node has {len(node.tokens)} bytes of tokens")
             _check_node(node)
             used.add(id(node))
@@ -140,7 +143,9 @@ def identity(manager: KVCacheManager) -> None:
             if above is not None and node.parent is not above:
                 _fail("P10", f"{seq!r}: {table.blocks[place]!r} follows other content")
             (content,) = block_contents(seq.packed, seq.items, place, place + 1, table.block_size)
-            if node.tokens != content or (above is None and not _spells(node, seq, table, end)):
+            if node.tokens != content or (
+                above is None and not _spells(node, seq, table.block_size, end)
+            ):
                 _fail("P10", f"{seq!r}: {table.blocks[place]!r} does not hold its tokens")
             above = node
 
@@ -203,6 +208,8 @@ def tables(manager: KVCacheManager) -> None:
     blocks = manager.pool.blocks
     for seq in manager.sequences.values():
         names = [block.block_id for table in seq.tables for block in _owned(table)]
+        if seq.state is not None:
+            names += [block.block_id for block in seq.state.blocks()]
         if len(set(names)) != len(names):
             _fail("P18", f"{seq!r}: a block stands twice in its tables: {seq.block_tables}")
     for seq, table in _tables(manager):
@@ -249,7 +256,7 @@ def arriving(manager: KVCacheManager) -> None:
         for block in blocks:
             if block.node is not None or block.ref_count != 1:
                 _fail("P30", f"{block!r} waits for {load!r}, and is another's or can be found")
-        for number, group in enumerate(manager.groups):
+        for number, group in enumerate(attention_groups(manager.groups)):
             first, size = load.first_blocks[number], group.block_size
             left = (first + len(load.blocks[number])) * size - load.num_tokens
             if first < first_kept_block(group, size, load.num_tokens) or not 0 <= left < size:
@@ -262,7 +269,9 @@ def folded(manager: KVCacheManager) -> None:
         return
     snapshot = manager.snapshot()
     contents = sum(
-        node.first_copy is not None for tree in manager.pool.trees for node in tree.nodes()
+        node.first_copy is not None and not node.is_piece()
+        for tree in manager.pool.trees
+        for node in tree.nodes()
     )
     if len(fold((), snapshot)) != contents:
         _fail(
@@ -272,6 +281,7 @@ def folded(manager: KVCacheManager) -> None:
         for node in tree.nodes():
             if (
                 node.block_hash is not None
+                and not node.is_piece()
                 and node.parent is not None
                 and node.parent.block_hash is None
             ):
@@ -348,12 +358,67 @@ def useful(manager: KVCacheManager) -> None:
     for group, tree in zip(manager.groups, manager.pool.trees, strict=True):
         ends = {id(root): 0 for root in tree.roots()}
         for node in tree.nodes():
+            if node.is_piece():
+                continue  # further pieces are idle only beside the first, or next in line
             end = ends[id(node)] = ends[id(node.parent)] + group.block_size
             shortest_hit = -(-end // whole) * whole
             if first_kept_block(group, group.block_size, shortest_hit) * group.block_size >= end:
                 for block in copies(node):
                     if block.ref_count == 0:
                         _fail("P29", f"{block!r} is free and holds content that no hit can use")
+
+
+def whole_states(manager: KVCacheManager) -> None:
+    """P32: a state that can be found has all its pieces, at the end of a block.
+
+    They are blocks of different contents with the same holders, in the order of their reuse.
+    """
+    group = state_group(manager.groups)
+    if group is None:
+        return
+    for node in manager.pool.trees[-1].nodes():
+        if node.first_copy is None or node.is_piece():
+            continue
+        if node.first_copy is not node.last_copy:
+            _fail("P32", "a state is published twice for the same tokens")
+        pieces = find_pieces(node.first_copy, group.num_blocks)
+        holders = {(block.ref_count, block.num_leases) for block in pieces}
+        if len(set(pieces)) != group.num_blocks or len(holders) != 1:
+            _fail("P32", f"a state has {len(pieces)} of {group.num_blocks} pieces, or halves")
+
+
+def states(manager: KVCacheManager) -> None:
+    """P33: where a step writes a state nothing else reads: no other holder, and not published.
+
+    P34: the state that it reads is the one after the computed tokens.
+    """
+    for seq, state in _states(manager):
+        num_blocks = state.group.num_blocks
+        if any(len(pieces) != num_blocks for pieces in state.lists()):
+            _fail("P18", f"{seq!r}: wanted states of {num_blocks} blocks, got {state.lists()}")
+        for block in state.write:
+            if block.node is not None or block.ref_count - block.num_leases != 1:
+                _fail("P33", f"{seq!r} would write {block!r}, which is published or shared")
+        if bool(state.read) is not (seq.num_computed_tokens > 0):
+            _fail("P34", f"{seq!r} reads a state of {len(state.read)} blocks")
+        if state.kept and not 0 < state.kept_at <= seq.num_computed_tokens:
+            _fail("P34", f"{seq!r} keeps a state after {state.kept_at} tokens")
+        for pieces, length in ((state.read, seq.num_computed_tokens), (state.kept, state.kept_at)):
+            if pieces and pieces[0].node is not None:
+                _check_state(seq, state, pieces, length)
+        is_replaced = bool(state.write) and state.write is state.read
+        if not is_replaced and seq.next_boundary > seq.num_computed_tokens + 1:
+            _fail("P34", f"{seq!r}: a step would only be counted, and its state is another")
+
+
+def _check_state(seq: KVSequence, state: StateTable, pieces: list[Block], length: int) -> None:
+    """Check that a published state is that of the first `length` tokens of a sequence."""
+    size = state.block_size
+    node = pieces[0].node
+    if length % size or node is None or length > len(seq.packed):
+        _fail("P31", f"{seq!r}: a state inside a block, or of unknown tokens, can be found")
+    if not _spells(node, seq, size, length):
+        _fail("P31", f"{seq!r}: the state after {length} tokens is published for others")
 
 
 PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
@@ -375,6 +440,8 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P27": told,
     "P29": useful,
     "P30": arriving,
+    "P32": whole_states,
+    "P33": states,
 }
 """The properties that one state can show, by number."""
 
@@ -406,14 +473,20 @@ def _tables(manager: KVCacheManager) -> Iterator[tuple[KVSequence, BlockTable]]:
             yield seq, table
 
 
+def _states(manager: KVCacheManager) -> Iterator[tuple[KVSequence, StateTable]]:
+    """Yield the states of every open sequence that has some."""
+    for seq in manager.sequences.values():
+        if seq.state is not None:
+            yield seq, seq.state
+
+
 def _owned(table: BlockTable) -> list[Block]:
     """Return the blocks that a table holds."""
     return table.blocks[table.num_null :]
 
 
-def _spells(node: Node, seq: KVSequence, table: BlockTable, num_tokens: int) -> bool:
+def _spells(node: Node, seq: KVSequence, size: int, num_tokens: int) -> bool:
     """Say whether a path from a root is the sequence's namespace and first tokens."""
-    size = table.block_size
     pieces: list[bytes] = []
     while node.parent is not None:
         pieces.append(node.tokens)

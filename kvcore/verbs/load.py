@@ -22,6 +22,7 @@ from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
 from kvcore.tables.groups import serves
 from kvcore.verbs.rewind import tail_first
+from kvcore.verbs.states import publish_state, resume, states_until
 from kvcore.verbs.step import keep
 
 
@@ -44,7 +45,8 @@ def begin(
     computed = seq.num_computed_tokens
     firsts = tuple([table.first_loaded(computed, num_tokens) for table in seq.tables])
     stops = [-(-num_tokens // table.block_size) for table in seq.tables]
-    new = pool.next_blocks(sum(stops) - sum(firsts))
+    pieces = 0 if seq.state is None else seq.state.group.num_blocks
+    new = pool.next_blocks(sum(stops) - sum(firsts) + pieces)
     blocks: list[list[Block]] = []
     runs: list[tuple[int, int, list[Block]]] = []
     start = 0
@@ -53,9 +55,13 @@ def begin(
         blocks.append(new[start:stop])
         runs.append((firsts[number], table.block_size, new[start:stop]))
         start = stop
+    if seq.state is not None:
+        firsts = (*firsts, (num_tokens - 1) // seq.state.block_size)
+        blocks.append(new[start:])
     items = cut_items(seq.items, num_tokens)
     load = Load(seq, firsts, blocks, seq.packed[:num_tokens], items)
-    lease = book.begin_load(new, tail_first(runs), load, owner, max_steps)
+    ordered = new[len(new) - pieces :] + tail_first(runs)
+    lease = book.begin_load(new, ordered, load, owner, max_steps)
     for number, run in enumerate(blocks):
         pool.assign(run, number)
     return lease
@@ -90,13 +96,16 @@ def join(pool: BlockPool, book: LeaseBook, lease: Lease, longest: int | None) ->
         return False
     kept = [table.first_kept(load.num_tokens) for table in seq.tables]
     entries = [_entries(pool, load, number, first) for number, first in enumerate(kept)]
-    released = _released(lease, load)
+    released = states_until(seq, None) + _released(lease, load)
     last_event = pool.last_event
     published: list[Block] = []
     try:
         if seq.namespace_key is not None:
             for number, blocks in enumerate(entries):
                 _publish(pool, load, number, blocks, published)
+            if seq.state is not None and load.num_tokens % seq.state.block_size == 0:
+                published += load.blocks[-1]
+                publish_state(pool, seq, seq.state, load.blocks[-1], load.num_tokens)
         if released:
             pool.give_back(released)
     except BaseException:
@@ -188,5 +197,7 @@ def _set(load: Load, entries: list[list[Block]], kept: list[int]) -> None:
     for number, table in enumerate(seq.tables):
         full = load.num_tokens // table.block_size
         table.renew(entries[number], kept[number], full if is_cached else 0)
+    if seq.state is not None:
+        resume(seq.state, load.blocks[-1])
     seq.num_computed_tokens = load.num_tokens
     seq.fast_decode_limit = 0  # unknown for the new tables

@@ -23,7 +23,13 @@ from kvcore.arguments import as_int
 from kvcore.block import Block
 from kvcore.sequence import KVSequence
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import LayerGroup, resolve_groups
+from kvcore.tables.groups import (
+    LayerGroup,
+    RecurrentState,
+    attention_groups,
+    resolve_groups,
+    state_group,
+)
 
 
 def peak_blocks(
@@ -54,9 +60,24 @@ def peak_blocks(
     start = as_int("num_external", num_external, 0, total)
     size = as_int("block_size", block_size, 1, 2**20)
     width = total if chunk is None else as_int("chunk", chunk, 1)
-    tables = [BlockTable(group) for group in resolve_groups(groups, size)]
+    resolved = resolve_groups(groups, size)
+    tables = [BlockTable(group) for group in attention_groups(resolved)]
     lengths = [-(-start // table.block_size) for table in tables]
-    return most_held(tables, lengths, [[] for _ in tables], start, total, width)
+    most = most_held(tables, lengths, [[] for _ in tables], start, total, width)
+    state = state_group(resolved)
+    if state is None or total == start:
+        return most
+    is_inside = chunk is not None and (total - 1) // state.block_size * state.block_size > start
+    return most + num_state_blocks(state, is_inside=is_inside)
+
+
+def num_state_blocks(group: RecurrentState, *, is_inside: bool) -> int:
+    """Return the most blocks that states of a sequence hold at once. O(1).
+
+    `is_inside`: a pass may end before the last one at a position whose state is published; then
+    the next pass reads that state and writes another.
+    """
+    return group.num_blocks * (2 if is_inside else 1)
 
 
 def blocks_to_take(
@@ -108,8 +129,9 @@ def blocks_still_taken(seq: KVSequence, total: int, chunk: int | None, external:
         return _taken_with_a_load(seq, max(total, external), chunk, external)
     tables = seq.tables
     missing = sum([table.num_missing(total) for table in tables])
+    states = _states_still_taken(seq, total, chunk)
     if chunk is None or missing == 0:
-        return missing
+        return missing + states
     shared: list[list[int]] = []
     held = 0
     for table in tables:
@@ -122,7 +144,23 @@ def blocks_still_taken(seq: KVSequence, total: int, chunk: int | None, external:
     settled = seq.num_settled_tokens
     width = chunk + seq.num_computed_tokens - settled
     lengths = [len(table.blocks) for table in tables]
-    return max(0, most_held(tables, lengths, shared, settled, total, width) - held)
+    return max(0, most_held(tables, lengths, shared, settled, total, width) - held) + states
+
+
+def _states_still_taken(seq: KVSequence, total: int, chunk: int | None) -> int:
+    """Return the most free blocks that the states of an open sequence still take. O(log)."""
+    state = seq.state
+    if state is None or total <= seq.num_computed_tokens:
+        return 0
+    missing = state.num_missing()
+    is_cached = chunk is not None and seq.namespace_key is not None
+    if not is_cached or state.next_stop(seq.num_computed_tokens) >= total:
+        return missing
+    return (
+        state.group.num_blocks
+        if state.write and state.write is not state.read
+        else max(missing, state.group.num_blocks * (2 if missing else 1))
+    )
 
 
 def _taken_with_a_load(seq: KVSequence, total: int, chunk: int | None, external: int) -> int:
@@ -138,7 +176,8 @@ def _taken_with_a_load(seq: KVSequence, total: int, chunk: int | None, external:
     lengths = [-(-external // table.block_size) for table in tables]
     width = total if chunk is None else chunk
     later = most_held(tables, lengths, shared, external, total, width)
-    return max(_num_loaded(tables, computed, external), later - held)
+    pieces = 0 if seq.state is None else 2 * seq.state.group.num_blocks
+    return max(_num_loaded(tables, computed, external), later - held) + pieces
 
 
 def _num_loaded(tables: Sequence[BlockTable], computed: int, external: int) -> int:

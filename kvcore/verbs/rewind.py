@@ -29,6 +29,14 @@ from kvcore.identity.tokens import BYTES_PER_TOKEN
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
 from kvcore.tables.groups import first_kept_block
+from kvcore.verbs.states import (
+    find_resume,
+    is_held,
+    publish_kept,
+    resume,
+    states_until,
+    without,
+)
 
 
 def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Block]:
@@ -73,12 +81,18 @@ def cut_tables(seq: KVSequence, num_tokens: int) -> None:
 def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     """Keep a sequence's first `num_tokens` tokens, and the blocks that they need. O(released)."""
     computed = computed_after_cut(seq, num_tokens)
+    state: list[Block] = []
+    if seq.state is not None:
+        computed, state = find_resume(pool, seq, computed)
     kept = num_tokens if computed == min(num_tokens, seq.num_computed_tokens) else computed
     num_known = min(num_tokens, len(seq.packed))
     items = cut_items(seq.items, num_known)
     seq.packed.append(0)  # an exported buffer view raises here
     seq.packed.pop()
-    pool.give_back(leaving(seq, kept))
+    if seq.state is None:
+        pool.give_back(leaving(seq, kept))
+    else:
+        _go_back(pool, seq, computed, state, leaving(seq, kept))
     cut_tables(seq, kept)
     del seq.packed[num_known:]
     seq.num_unknown_tokens = num_tokens - num_known
@@ -87,6 +101,42 @@ def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     seq.num_computed_tokens = computed
     seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
     seq.cut_hashes(num_known)
+
+
+def close_states(pool: BlockPool, seq: KVSequence) -> None:
+    """Publish the state that a sequence has kept, and release all its blocks; or nothing."""
+    last_event = pool.last_event
+    published = publish_kept(pool, seq)
+    try:
+        pool.give_back(states_until(seq, None) + leaving(seq, 0))
+    except BaseException:
+        pool.unpublish(published, last_event)
+        raise
+    if seq.state is not None:
+        seq.state.forget()
+
+
+def _go_back(
+    pool: BlockPool, seq: KVSequence, computed: int, pieces: list[Block], released: list[Block]
+) -> None:
+    """Release blocks, and all states but the one after the computed tokens; or nothing."""
+    state = seq.state
+    if state is None:
+        return
+    if computed == seq.num_computed_tokens:
+        spare = [] if state.write is state.read else state.write
+        pool.give_back(spare + released)
+        state.write = [] if spare else state.write
+        return
+    new = [] if is_held(state, pieces) else pieces
+    if new:
+        pool.revive(new)
+    try:
+        pool.give_back(without(state, pieces) + released)
+    except BaseException:
+        pool.give_back(new)
+        raise
+    resume(state, pieces)
 
 
 def tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
@@ -261,6 +311,10 @@ def _computed_from(
         present = max(num_tokens // table.block_size, table.num_null)
         stop = -(-seq.num_computed_tokens // table.block_size)
         _add(sound, table.blocks[present:stop], num_tokens)
+    if seq.state is not None and num_tokens < seq.num_computed_tokens:
+        _add(sound, seq.state.read, num_tokens)
+        if seq.state.kept_at > num_tokens:
+            _add(sound, seq.state.kept, num_tokens)
     if num_tokens < seq.num_settled_tokens:  # other sequences share only known tokens
         doubts.append(InvalidPrefix(seq.namespace_key, seq.packed, seq.items, num_tokens))
 
@@ -272,6 +326,8 @@ def _add(sound: dict[Block, int], blocks: Sequence[Block], num_tokens: int) -> N
 
 def _spelled(node: Node, size: int) -> InvalidPrefix:
     """Return the prefix that ends with the invalid content of a node. O(its tokens)."""
+    while node.is_piece() and node.parent is not None:
+        node = node.parent
     contents: list[bytes] = []
     while node.parent is not None:
         contents.append(node.tokens)
@@ -346,19 +402,26 @@ def _take_from_all(
 
     Then release each leased block. All or nothing. Returns those sequences.
     """
-    starts = [(seq, _first_invalid(seq, sound)) for seq in sequences]
-    targets = [
-        (seq, _computed_before(seq, sound, start))
-        for seq, start in starts
-        if start < seq.num_computed_tokens
-    ]
-    set_back = tuple([seq for seq, _ in targets])
-    released: list[Block] = []
-    for seq, computed in targets:
-        released += leaving(seq, computed)
+    targets = _targets(pool, sound, sequences)
+    set_back = tuple([seq for seq, _, _ in targets])
     by_id = {block.block_id: block for block in sound}
-    pool.forget([by_id[number] for number in sorted(by_id)], [*released, *leased])
-    for seq, computed in targets:
+    released: list[Block] = []
+    new: list[Block] = []
+    try:
+        for seq, computed, state in targets:
+            released += leaving(seq, computed)
+            if seq.state is not None:
+                released += without(seq.state, state)
+                if not is_held(seq.state, state):
+                    pool.revive(state)
+                    new += state
+        pool.forget([by_id[number] for number in sorted(by_id)], [*released, *leased])
+    except BaseException:
+        pool.give_back(new)
+        raise
+    for seq, computed, state in targets:
+        if seq.state is not None:
+            resume(seq.state, state)
         cut_tables(seq, computed)
         for table in seq.tables:
             table.num_published = min(table.num_published, computed // table.block_size)
@@ -367,6 +430,21 @@ def _take_from_all(
         seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
         seq.cut_hashes(computed)
     return set_back
+
+
+def _targets(
+    pool: BlockPool, sound: dict[Block, int], sequences: Sequence[KVSequence]
+) -> list[tuple[KVSequence, int, list[Block]]]:
+    """Return the sequences to set back, with the tokens that stay computed and their state."""
+    targets: list[tuple[KVSequence, int, list[Block]]] = []
+    starts = [(seq, _first_invalid(seq, sound)) for seq in sequences]
+    for seq, start in starts:
+        if start < seq.num_computed_tokens:
+            computed, state = _computed_before(seq, sound, start), list[Block]()
+            if seq.state is not None:
+                computed, state = find_resume(pool, seq, computed, sound)
+            targets.append((seq, computed, state))
+    return targets
 
 
 def _first_invalid(seq: KVSequence, sound: dict[Block, int]) -> int:
@@ -381,6 +459,12 @@ def _first_invalid(seq: KVSequence, sound: dict[Block, int]) -> int:
             if until is not None:
                 first = min(first, max(until, place * table.block_size))
                 break
+    state = seq.state
+    if state is not None:
+        both = ((state.read, seq.num_computed_tokens), (state.kept, state.kept_at))
+        for pieces, length in both:
+            if not sound.keys().isdisjoint(pieces):
+                first = min(first, length - 1)
     return first
 
 

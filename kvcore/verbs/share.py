@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from kvcore.block import Block
+from kvcore.content_tree import find_pieces
 from kvcore.errors import InvalidArgumentError
 from kvcore.eviction.retention import RetentionTerm, retention_terms
 from kvcore.identity.multimodal import MultimodalItem, as_items, check_items, encode_items
@@ -21,7 +22,10 @@ from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Plan
 from kvcore.sequence import KVSequence, check_length
 from kvcore.tables.block_table import BlockTable
-from kvcore.verbs.peaks import blocks_to_take
+from kvcore.tables.groups import NEVER
+from kvcore.tables.state_table import StateTable
+from kvcore.verbs.peaks import blocks_to_take, num_state_blocks
+from kvcore.verbs.states import find_resume, states_until
 
 _DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
 
@@ -63,15 +67,20 @@ def describe(
     return packed, key, check_items(as_items(items), 0, len(packed))
 
 
-def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
+def share_cached(pool: BlockPool, seq: KVSequence, boundaries: Sequence[int] = ()) -> list[Block]:
     """Fill the tables of a new, cached sequence with its longest cached prefix. O(its blocks).
+
+    Args:
+        pool: the pool to search.
+        seq: the sequence.
+        boundaries: further positions at which its recurrent states are wanted.
 
     Returns:
         The blocks of the tables; the sequence does not hold them yet.
     """
     key = seq.namespace_key or b""
     only = seq.tables[0]
-    if len(seq.tables) == 1 and not only.forgets:
+    if len(seq.tables) == 1 and not only.forgets and seq.state is None:
         if seq.items:
             hits = find_blocks(pool, only.block_size, key, seq.packed, seq.items)
         else:
@@ -82,7 +91,11 @@ def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
             seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size
         return hits
     hits = []
-    cached, found = find_prefix(pool, seq.tables, key, seq.packed, seq.items)
+    cached, found, junction = find_prefix(pool, seq.tables, seq.state, key, seq.packed, seq.items)
+    if seq.state is not None:
+        seq.state.begin(len(seq.packed), cached, [*boundaries, junction])
+        seq.state.read = found[-1]
+        hits += found[-1]
     if cached:
         for index, table in enumerate(seq.tables):
             blocks = found[index]
@@ -95,29 +108,31 @@ def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
 def find_prefix(
     pool: BlockPool,
     tables: Sequence[BlockTable],
+    state: StateTable | None,
     namespace_key: bytes,
     packed: array[int],
     items: Sequence[MultimodalItem],
-) -> tuple[int, list[list[Block]]]:
+) -> tuple[int, list[list[Block]], int]:
     """Return the longest prefix that every group can serve, and the blocks that serve it.
 
     At most all tokens but the last. Holds nothing. O(groups * blocks of the prefix).
 
     Args:
         pool: the pool to search.
-        tables: one of each group; their blocks are not read.
+        tables: one of each group with attention; their blocks are not read.
+        state: that of the group with recurrent states; its blocks are not read.
         namespace_key: the encoded namespace.
         packed: the tokens.
         items: content that is not tokens.
 
     Returns:
         Its length in tokens; for each group the blocks it needs, those that are visible from its
-        end.
+        end; and the length of the prefix that all groups with attention can serve.
     """
-    if len(tables) == 1 and not tables[0].forgets:
+    if len(tables) == 1 and not tables[0].forgets and state is None:
         size = tables[0].block_size
         blocks = find_blocks(pool, size, namespace_key, packed, items)
-        return len(blocks) * size, [blocks]
+        return len(blocks) * size, [blocks], len(blocks) * size
     content = packed.tobytes()
     longest = len(packed) - 1
     paths: list[list[Block | None]] = []
@@ -130,15 +145,26 @@ def find_prefix(
             whole = pool.match(namespace_key, content, longest // size, number, encoded)
             path = cast("list[Block | None]", whole)
         if not path:
-            return 0, [[] for _ in tables]
+            return 0, [[] for _ in pool.trees], 0
         paths.append(path)
         longest = min(longest, len(path) * size)  # no group has to look beyond
-    longest = longest_servable(tables, paths, longest, pool.common_size)
+    longest = junction = longest_servable(tables, paths, longest, pool.common_size)
+    path = []
+    if state is not None:
+        size = state.block_size
+        encoded = _items_by_block(items, size, longest)
+        path = pool.path(namespace_key, content, longest // size, state.number, encoded)
+        longest = min(longest, len(path) * size)
+        together = [*tables, state.lookup]
+        longest = longest_servable(together, [*paths, path], longest, pool.common_size)
     needed: list[list[Block]] = []
     for index, table in enumerate(tables):
         seen = paths[index][table.first_kept(longest) : longest // table.block_size]
         needed.append([block for block in seen if block is not None])
-    return longest, needed
+    if state is not None:
+        last = path[longest // state.block_size - 1] if longest else None
+        needed.append([] if last is None else find_pieces(last, state.group.num_blocks))
+    return longest, needed, junction
 
 
 def longest_servable(
@@ -179,6 +205,7 @@ def longest_servable(
 def planned(
     pool: BlockPool,
     tables: Sequence[BlockTable],
+    state: StateTable | None,
     packed: array[int],
     key: bytes | None,
     items: tuple[MultimodalItem, ...],
@@ -195,10 +222,15 @@ def planned(
     cached = 0
     hits: list[list[Block]] = []
     if key is not None:
-        cached, hits = find_prefix(pool, tables, key, packed, items)
+        cached, hits, _ = find_prefix(pool, tables, state, key, packed, items)
+    num_new = blocks_to_take(tables, hits[: len(tables)], cached, len(packed), chunk, external)
+    if state is not None:
+        ends = state.block_size if key is not None and chunk is not None else NEVER
+        is_inside = (len(packed) - 1) // ends * ends > max(cached, external)
+        num_new += num_state_blocks(state.group, is_inside=is_inside)
     return Plan(
         num_cached_tokens=cached,
-        num_new_blocks=blocks_to_take(tables, hits, cached, len(packed), chunk, external),
+        num_new_blocks=num_new,
         num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
         num_free_blocks=pool.num_free_blocks,
         num_deferred_blocks=num_deferred,
@@ -222,14 +254,17 @@ def find_blocks(
 def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[RetentionTerm, ...]]]:
     """Return the retention terms of the hits of a new sequence. O(hits * terms)."""
     kept: list[tuple[Block, tuple[RetentionTerm, ...]]] = []
+    found: list[tuple[int, Block]] = []
     for table in seq.tables:
-        for place in range(table.num_null, len(table.blocks)):
-            start = place * table.block_size
-            terms = retention_terms(seq.retention, start, seq.opened_at, pool.step)
-            if terms:
-                kept.append(
-                    (table.blocks[place], pool.idle_blocks.merged_terms(table.blocks[place], terms))
-                )
+        known = range(table.num_null, len(table.blocks))
+        found += [(place * table.block_size, table.blocks[place]) for place in known]
+    if seq.state is not None:
+        start = seq.num_computed_tokens - seq.state.block_size
+        found += [(start, block) for block in seq.state.read]
+    for start, block in found:
+        terms = retention_terms(seq.retention, start, seq.opened_at, pool.step)
+        if terms:
+            kept.append((block, pool.idle_blocks.merged_terms(block, terms)))
     return kept
 
 
@@ -256,22 +291,26 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
         OutOfBlocksError: too few blocks are free for those.
     """
     computed = parent.num_settled_tokens
+    state: list[Block] = []
+    if parent.state is not None:
+        computed, state = find_resume(pool, parent, computed)
     half_full = [table for table in parent.tables if computed % table.block_size]
     own = pool.next_blocks(len(half_full))
-    held: list[Block] = []
+    held: list[Block] = state[:]
     child.num_computed_tokens = computed
     child.retention, child.opened_at = parent.retention, parent.opened_at
     orders: list[CopyOrder] = []
-    for number, (mine, its) in enumerate(zip(parent.tables, child.tables, strict=True)):
-        full, rest = divmod(computed, mine.block_size)
-        shared = mine.blocks[mine.num_null : full]
+    for number, (table, own_table) in enumerate(zip(parent.tables, child.tables, strict=True)):
+        full, rest = divmod(computed, table.block_size)
+        num_null = min(table.num_null, full)
+        shared = table.blocks[num_null:full]
         held += shared
-        its.start(pool.null, mine.num_null, shared)
-        its.num_published = mine.num_published
+        own_table.start(pool.null, num_null, shared)
+        own_table.num_published = min(table.num_published, full)
         if rest:
             copy = own[len(orders)]
-            its.grow([copy])
-            orders.append(CopyOrder(mine.blocks[full].block_id, copy.block_id, rest, number))
+            own_table.grow([copy])
+            orders.append(CopyOrder(table.blocks[full].block_id, copy.block_id, rest, number))
     found = tuple(orders)
     pool.revive(held)
     try:
@@ -281,15 +320,20 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
         raise
     for block, order in zip(own, found, strict=True):
         pool.assign((block,), order.group)
+    mine, its = parent.state, child.state
+    if mine is not None and its is not None:
+        its.prompt, its.wanted, its.read = mine.prompt, mine.wanted, state
+        if mine.write is mine.read:  # it has another holder now, so the next is written elsewhere
+            mine.write = []
+            parent.num_reserved_tokens = parent.next_boundary = parent.fast_decode_limit = 0
     pool.num_computed_tokens += computed
     return found
 
 
 def num_exclusive(seq: KVSequence) -> int:
     """Count the blocks that only this sequence holds. O(num_blocks)."""
-    return sum(
-        [block.ref_count == 1 for table in seq.tables for block in table.blocks[table.num_null :]]
-    )
+    held = [block for table in seq.tables for block in table.blocks[table.num_null :]]
+    return sum([block.ref_count == 1 for block in held + states_until(seq, None)])
 
 
 def num_shared(table: BlockTable) -> int:

@@ -25,6 +25,7 @@ from kvcore.reports import Growth
 from kvcore.sequence import KVSequence, check_computed, check_length
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.groups import serves
+from kvcore.verbs.states import StateMove
 
 
 def grow(
@@ -38,15 +39,16 @@ def grow(
     Raises:
         OutOfBlocksError: too few blocks are free.
     """
-    if len(seq.tables) == 1:
+    if len(seq.tables) == 1 and seq.state is None:
         appended_ids = _grow_table(pool, seq.tables[0], num_tokens)
         if seq.num_reserved_tokens:  # it was known
             seq.find_limits(longest)
         return (appended_ids,)
     change = _Change(pool, [seq], [0])
     change.totals.append(num_tokens)
-    change.new = pool.next_blocks(sum([table.num_missing(num_tokens) for table in seq.tables]))
-    appended: list[tuple[BlockId, ...]] = [()] * len(seq.tables)
+    change.add_states(0, len(seq.packed), seq.num_computed_tokens)
+    change.take(sum([table.num_missing(num_tokens) for table in seq.tables]))
+    appended: list[tuple[BlockId, ...]] = [()] * len(pool.trees)
     try:
         for growth in change.grow():
             appended[growth.group] = growth.block_ids
@@ -83,11 +85,12 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int, longest: int | Non
     """
     table = seq.tables[0]
     computed, settled = seq.num_computed_tokens + num_tokens, len(seq.packed)
-    if computed > settled or computed > len(table.blocks) * table.block_size or len(seq.tables) > 1:
+    is_many = len(seq.tables) > 1 or seq.state is not None
+    if computed > settled or computed > len(table.blocks) * table.block_size or is_many:
         check_computed(seq, computed, settled + seq.num_unknown_tokens)
     key = seq.namespace_key
     is_due = False
-    if len(seq.tables) > 1 or table.forgets or seq.retention:
+    if is_many or table.forgets or seq.retention:
         _settle_one(pool, seq, computed)
     else:  # nothing can fail after the one run that is published
         full = min(settled, computed) // table.block_size
@@ -107,6 +110,8 @@ def _settle_one(pool: BlockPool, seq: KVSequence, computed: int) -> None:
     """Publish and release what is due once the first `computed` tokens are computed, or nothing."""
     change = _Change(pool, [seq], [0])
     change.dones.append(computed)
+    change.totals.append(computed)
+    change.add_states(0, len(seq.packed), computed)
     try:
         change.publish()
         released = change.released()
@@ -319,12 +324,17 @@ def _advance(
         OutOfBlocksError: too few blocks are free for all tables.
     """
     change = _Change(pool, [seqs[place] for place in due], due)
-    change.plan(moves, longest)
+    num_new = change.plan(moves, longest)
+    if change.seqs[0].state is not None:
+        change.plan_states(moves.known)
+        change.take(num_new)
+    elif num_new:
+        change.new = pool.next_blocks(num_new)
     try:
         change.join(moves)
         growths = change.grow()
         change.publish()
-        if change.passed:
+        if change.passed or change.states:
             pool.exchange(change.new, change.released())
         elif change.new:
             pool.hand_out(change.new)
@@ -348,6 +358,7 @@ class _Change:
         totals: for each the number of tokens that have blocks then.
         new: the blocks to append, in the order of the sequences.
         passed: tables, and the number of entries that leave their windows.
+        states: for each sequence what happens to its recurrent states; empty without such a group.
     """
 
     __slots__ = (
@@ -362,6 +373,7 @@ class _Change:
         "places",
         "pool",
         "seqs",
+        "states",
         "totals",
     )
 
@@ -374,17 +386,14 @@ class _Change:
         self.totals: list[int] = []
         self.new: list[Block] = []
         self.passed: list[tuple[BlockTable, int]] = []
+        self.states: list[StateMove] = []
         self._growths: list[Growth] = []
         self._published: list[Block] = []
         self._settled: list[tuple[BlockTable, int]] = []
         self._last_event = pool.last_event
 
-    def plan(self, moves: Moves, longest: int | None) -> None:
-        """Check the moves, and find the blocks to append. Changes nothing. O(sequences + blocks).
-
-        Raises:
-            OutOfBlocksError: too few blocks are free for all tables.
-        """
+    def plan(self, moves: Moves, longest: int | None) -> int:
+        """Check the moves, and count the blocks that tables need. Changes nothing. O(sequences)."""
         known, computed = moves.known, moves.computed
         expected, reserved = moves.expected, moves.reserved
         lengths, dones, totals = self.lengths, self.dones, self.totals
@@ -411,8 +420,35 @@ class _Change:
             lengths.append(length)
             dones.append(done)
             totals.append(total)
-        if num_new:
-            self.new = self.pool.next_blocks(num_new)
+        return num_new
+
+    def plan_states(self, known: list[int]) -> None:
+        """Plan what happens to the states of all sequences. Changes nothing. O(sequences)."""
+        for index, place in enumerate(self.places):
+            self.add_states(index, self.lengths[index] + known[place], self.dones[index])
+
+    def add_states(self, index: int, known: int, done: int) -> None:
+        """Plan what happens to the states of a sequence, if it has any. Changes nothing."""
+        seq = self.seqs[index]
+        if seq.state is not None:
+            self.states.append(StateMove(seq, seq.state, known, done, self.totals[index]))
+
+    def take(self, num_new: int) -> None:
+        """Find `num_new` blocks for tables, and those for states. Changes nothing. O(blocks).
+
+        Raises:
+            OutOfBlocksError: too few blocks are free, even if no state is kept.
+        """
+        optional = 0
+        for move in self.states:
+            num_new += move.num_new
+            if move.is_optional:
+                optional += move.num_new
+        if optional and num_new > self.pool.num_free_blocks:
+            num_new -= optional
+            for move in self.states:
+                move.do_without()
+        self.new = self.pool.next_blocks(num_new)
 
     def join(self, moves: Moves) -> None:
         """Append the tokens that became known. `undo` undoes it. O(sequences + tokens)."""
@@ -434,6 +470,12 @@ class _Change:
         start = 0
         for index, seq in enumerate(self.seqs):
             total = totals[index]
+            if self.states and self.states[index].num_new:
+                move = self.states[index]
+                move.new = new[start : start + move.num_new]
+                start += move.num_new
+                ids = tuple([block.block_id for block in move.new])
+                growths.append(Growth(self.places[index], len(seq.tables), ids))
             if total <= seq.num_reserved_tokens:
                 continue
             for group, table in enumerate(seq.tables):
@@ -470,21 +512,27 @@ class _Change:
                     kept = table.first_kept(settled)
                     if kept > table.num_null:
                         self.passed.append((table, kept))
+        for move in self.states:
+            published += move.published
+            move.publish(self.pool)
 
     def released(self) -> list[Block]:
         """Return the blocks that tables release, in order. O(blocks)."""
-        if len(self.passed) == 1:
+        if len(self.passed) == 1 and not self.states:
             table, kept = self.passed[0]
             return table.before(kept)
-        return [block for table, kept in self.passed for block in table.before(kept)]
+        passed = [block for table, kept in self.passed for block in table.before(kept)]
+        return passed + [b for move in self.states for pieces in move.released for b in pieces]
 
     def undo(self) -> None:
         """Leave everything as it was. Cannot fail."""
         self.pool.unpublish(self._published, self._last_event)
         places = dict(zip(self.places, self.seqs, strict=True))
         for growth in self._growths:
-            table = places[growth.index].tables[growth.group]
-            table.cut(len(table.blocks) - len(growth.block_ids))
+            tables = places[growth.index].tables
+            if growth.group < len(tables):
+                table = tables[growth.group]
+                table.cut(len(table.blocks) - len(growth.block_ids))
         for index, length in enumerate(self.lengths):
             packed = self.seqs[index].packed
             if len(packed) > length:
@@ -498,6 +546,8 @@ class _Change:
             table.num_published = full
         for table, kept in self.passed:
             table.forget(self.pool.null, kept)
+        for move in self.states:
+            move.apply(self.pool)
 
     def complete(self, moves: Moves, longest: int | None) -> None:
         """Set everything of the sequences, after the pool has changed. Cannot fail."""
@@ -512,7 +562,8 @@ class _Change:
                 seq.num_unknown_tokens = unknown
             newly += done - seq.num_computed_tokens
             seq.num_computed_tokens = done
-            if totals[index] > seq.num_reserved_tokens or done >= seq.next_boundary <= length:
+            is_due = totals[index] > seq.num_reserved_tokens or done >= seq.next_boundary <= length
+            if is_due or self.states:
                 seq.find_limits(longest)
             limit = seq.num_reserved_tokens
             if seq.next_boundary < limit:  # noqa: PLR1730
@@ -524,7 +575,7 @@ class _Change:
         """Assign new blocks to the layer groups after the first one. Cannot fail."""
         places = dict(zip(self.places, self.seqs, strict=True))
         for growth in self._growths:
-            if growth.group:
+            if 0 < growth.group < len(places[growth.index].tables):
                 blocks = places[growth.index].tables[growth.group].blocks
                 self.pool.assign(blocks[len(blocks) - len(growth.block_ids) :], growth.group)
 

@@ -34,6 +34,7 @@ from kvcore import (
     InvalidArgumentError,
     LayerGroup,
     Namespace,
+    RecurrentState,
     Snapshot,
     decode_namespace,
     encode_namespace,
@@ -177,6 +178,8 @@ def _kind(group: LayerGroup) -> tuple[str, int | None]:
         return "full_attention", None
     if isinstance(group, ChunkedLocal):
         return "chunked_local_attention", None
+    if isinstance(group, RecurrentState):
+        return "mamba", None
     return "sliding_window", group.window
 
 

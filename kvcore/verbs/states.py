@@ -1,0 +1,239 @@
+"""Recurrent states in each verb: what a step does with them, and where a sequence can resume.
+
+A state exists only where a pass ended, so it is published there or nowhere, and a sequence that is
+cut goes back to the last state that still exists: one that it has kept, one in the prefix cache, or
+the zeros before its first token. Each function finds and checks first; then the pool changes, and
+then only existing fields are set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import final
+
+from kvcore.block import Block
+from kvcore.content_tree import find_pieces
+from kvcore.eviction.retention import retention_terms
+from kvcore.identity.block_hash import block_contents
+from kvcore.identity.multimodal import encode_items
+from kvcore.pool import BlockPool
+from kvcore.sequence import KVSequence
+from kvcore.tables.groups import first_kept_block
+from kvcore.tables.state_table import StateTable, is_writable, piece_keys
+
+
+@final
+class StateMove:
+    """What a step does with the states of one sequence: planned, then applied or dropped.
+
+    Attributes:
+        num_new: the number of blocks to take for the state that the next step writes.
+        is_optional: whether the step can do without them: then no state is kept.
+        new: those blocks, once they are taken.
+        published: the state to publish; empty if there is none.
+        released: the states that the sequence does not hold afterwards.
+    """
+
+    __slots__ = (
+        "_end", "_kept", "_kept_at", "_read", "_seq", "_table", "_write", "is_optional", "new",
+        "num_new", "published", "released",
+    )  # fmt: skip
+
+    def __init__(
+        self, seq: KVSequence, table: StateTable, known: int, done: int, total: int
+    ) -> None:
+        """Plan a step after which `known` tokens are known and `done` are computed.
+
+        There is to be room for `total` tokens then. Changes nothing. O(log boundaries).
+        """
+        self._seq = seq
+        self._table = table
+        self._read, self._write = table.read, table.write
+        self._kept, self._kept_at = table.kept, table.kept_at
+        self._end = 0
+        self.num_new = 0
+        self.is_optional = False
+        self.new: list[Block] = []
+        self.published: list[Block] = []
+        if done > seq.num_computed_tokens:
+            self._advance(known, done)
+        elif self._kept and self._kept_at <= known and table.is_wanted(self._kept_at):
+            self._publish(self._kept, self._kept_at)  # its last token was unknown until now
+        before = table.lists()
+        if total > done and not self._write:
+            self._reserve()
+        mine = (self._read, self._write, self._kept)
+        self.released = [pieces for pieces in before if not _among(pieces, mine)]
+
+    def _advance(self, known: int, done: int) -> None:
+        """Read what the step has written, and find where the next one may write."""
+        table = self._table
+        size = table.block_size
+        self._read, self._write = self._write, []
+        is_end = done % size == 0 and self._seq.namespace_key is not None
+        if is_end and known >= done and table.is_wanted(done):
+            self._publish(self._read, done)
+        elif is_end and (done >= table.prompt or table.is_wanted(done)):
+            if is_writable(self._kept):
+                self._write = self._kept
+            self._kept, self._kept_at = self._read, done
+        elif is_writable(self._read):
+            self._write = self._read
+
+    def _publish(self, pieces: list[Block], num_tokens: int) -> None:
+        self.published, self._end = pieces, num_tokens
+        if self._kept is pieces or num_tokens > self._kept_at:
+            self._kept, self._kept_at = [], 0
+        if self._write is pieces:
+            self._write = []
+
+    def _reserve(self) -> None:
+        """Find where the next step writes: over the state that it reads, or to new blocks."""
+        if is_writable(self._read) and self._read is not self.published:
+            if self._read is not self._kept:
+                self._write = self._read
+                return
+            self.is_optional = True
+        self.num_new = self._table.group.num_blocks
+
+    def do_without(self) -> None:
+        """Keep no state, where blocks for the next one are optional and not there."""
+        if self.is_optional:
+            self._write, self._kept, self._kept_at = self._read, [], 0
+            self.num_new = 0
+            self.is_optional = False
+
+    def publish(self, pool: BlockPool) -> None:
+        """Publish what is due, unless another sequence has. All or nothing. O(tokens)."""
+        if self.published:
+            publish_state(pool, self._seq, self._table, self.published, self._end)
+
+    def apply(self, pool: BlockPool) -> None:
+        """Set the fields of the table. Cannot fail."""
+        table = self._table
+        if self.new:
+            self._write = self.new
+            pool.assign(self.new, table.number)
+        table.read, table.write = self._read, self._write
+        table.kept, table.kept_at = self._kept, self._kept_at
+
+
+def _among(pieces: list[Block], lists: tuple[list[Block], ...]) -> bool:
+    """Return whether a list is one of these objects."""
+    return any(pieces is one for one in lists)
+
+
+def publish_state(
+    pool: BlockPool, seq: KVSequence, table: StateTable, pieces: list[Block], num_tokens: int
+) -> None:
+    """Let the state after `num_tokens` tokens be found, unless there is one already. O(tokens).
+
+    The tokens are known, and a multiple of the block size. All or nothing.
+    """
+    size = table.block_size
+    key = seq.namespace_key or b""
+    contents = block_contents(seq.packed, seq.items, 0, num_tokens // size, size)
+    node = pool.trees[table.number].find(key, contents)
+    if node is not None and node.first_copy is not None:
+        return
+    contents += piece_keys(len(pieces))
+    pool.attach(pieces, key, None, contents, table.number)
+    if seq.retention:
+        terms = retention_terms(seq.retention, num_tokens - size, seq.opened_at, pool.step)
+        for block in pieces if terms else ():
+            pool.keep(block, terms)
+
+
+def publish_kept(pool: BlockPool, seq: KVSequence) -> list[Block]:
+    """Publish the state that a sequence has kept, before it ends; return its blocks. O(tokens)."""
+    table = seq.state
+    if table is None or not table.kept or seq.namespace_key is None:
+        return []
+    if table.kept_at > len(seq.packed):
+        return []
+    publish_state(pool, seq, table, table.kept, table.kept_at)
+    return table.kept
+
+
+def states_until(seq: KVSequence, num_tokens: int | None) -> list[Block]:
+    """Return the blocks of the states of a sequence, in the order of release. O(those).
+
+    All of them, or none where only its first `num_tokens` tokens count and it has computed more.
+    """
+    table = seq.state
+    if table is None or (num_tokens is not None and num_tokens < seq.num_computed_tokens):
+        return []
+    return table.blocks()
+
+
+def find_resume(
+    pool: BlockPool, seq: KVSequence, limit: int, invalid: Container[Block] = ()
+) -> tuple[int, list[Block]]:
+    """Return where a sequence with states can resume, and the state there. O(limit).
+
+    Args:
+        pool: the pool.
+        seq: the sequence; it has computed at least `limit` tokens.
+        limit: at most so many tokens stay computed.
+        invalid: the blocks of states that must not be used.
+
+    Returns:
+        A number of tokens, and the state after them: one that the sequence holds, or one of the
+        prefix cache that it does not hold yet.
+    """
+    table = seq.state
+    if table is None or not limit:
+        return limit, []
+    if limit == seq.num_computed_tokens and not _meets(table.read, invalid):
+        return limit, table.read
+    number, found = 0, list[Block]()
+    if table.kept and table.kept_at <= limit and not _meets(table.kept, invalid):
+        number, found = table.kept_at, table.kept
+    cached, pieces = _find_state(pool, seq, table, min(limit, len(seq.packed)), invalid)
+    if cached > number:
+        number, found = cached, pieces
+    for its in seq.tables:
+        if its.num_null > first_kept_block(its.group, its.block_size, number):
+            number = 0
+    return (number, found) if number else (0, [])
+
+
+def _find_state(
+    pool: BlockPool, seq: KVSequence, table: StateTable, limit: int, invalid: Container[Block]
+) -> tuple[int, list[Block]]:
+    """Return the last state in the prefix cache of at most `limit` tokens of a sequence."""
+    size = table.block_size
+    if seq.namespace_key is None:
+        return 0, []
+    count = limit // size
+    encoded = encode_items(seq.items, 0, count, size) if seq.items else None
+    content = seq.packed[: count * size].tobytes()
+    path = pool.path(seq.namespace_key, content, count, table.number, encoded)
+    for place in range(len(path) - 1, -1, -1):
+        block = path[place]
+        if block is not None:
+            pieces = find_pieces(block, table.group.num_blocks)
+            if not _meets(pieces, invalid):
+                return (place + 1) * size, pieces
+    return 0, []
+
+
+def _meets(pieces: list[Block], invalid: Container[Block]) -> bool:
+    """Return whether a state has one of these blocks. O(pieces)."""
+    return any(block in invalid for block in pieces)
+
+
+def is_held(table: StateTable, pieces: list[Block]) -> bool:
+    """Return whether a table holds this state. O(1)."""
+    return bool(pieces) and pieces[0] in [one[0] for one in table.lists()]
+
+
+def without(table: StateTable, pieces: list[Block]) -> list[Block]:
+    """Return the blocks of a table but those of one state, in the order of release. O(blocks)."""
+    return [b for one in table.lists() if not pieces or one[0] is not pieces[0] for b in one]
+
+
+def resume(table: StateTable, pieces: list[Block]) -> None:
+    """Read this state next, and hold no other. Cannot fail."""
+    table.forget()
+    table.read = pieces
