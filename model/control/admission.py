@@ -253,13 +253,17 @@ class Admission:
         if self._keeps_all and self._kv.enable_caching:  # what others have too can be found again
             _, stop = places[0]
             places = [(min(stop, self._kv.num_shared_blocks(sequence)), stop)]
+        entries = [table.block_ids for table in sequence.tables]
+        if sequence.state is not None:
+            entries.append([block.block_id for block in sequence.state.read])
+            places.append((0, len(entries[-1])))
         copy = HostCopy(sequence.num_computed_tokens, tuple(places))
         if request.load is not None or not 0 < copy.num_blocks <= self.num_host_blocks_left:
             return None
         blocks = [
             block_id
-            for table, (first, stop) in zip(sequence.tables, places, strict=True)
-            for block_id in table.block_ids[first:stop]
+            for ids, (first, stop) in zip(entries, places, strict=True)
+            for block_id in ids[first:stop]
         ]
         lease = self._kv.lease(sequence, "store", owner=str(request.request_id))
         with _ended_if_broken(lease):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from model.attention.attention import IMPLEMENTATION
 from model.attention.recurrent import RecurrentPass, Run, Spy, StateStep, divide
 from model.caches.states import StateShape, StateTensors, aligned, state_views
 from model.errors import UnsupportedModelError
@@ -41,7 +42,7 @@ def find_states(network: PreTrainedModel, device: torch.device) -> tuple[StateSh
     """Find the states of a network, and divide the modules that keep them. One pass of one token.
 
     Args:
-        network: has our attention; the modules are wrapped for its whole life.
+        network: has our attention afterwards; the modules are wrapped for its whole life.
         device: of the network; the meta device works for a network without weights.
 
     Returns:
@@ -51,6 +52,7 @@ def find_states(network: PreTrainedModel, device: torch.device) -> tuple[StateSh
     Raises:
         UnsupportedModelError: a module attends and keeps a state in one.
     """
+    network.set_attn_implementation(IMPLEMENTATION)
     spy, token = Spy(), torch.zeros((1, 1), dtype=torch.int64, device=device)
     hooks = [
         hook
