@@ -98,9 +98,7 @@ class Engine:
         if caches_of is None:
             watched = cast("backends.Backend", self._sanitizer or backend)
             self.network = _network(model, watched, self.config)
-            layout = self.network.layout
-            block_size = layout.fitting_block_size(self.config.block_size)
-            self.config = dataclasses.replace(self.config, block_size=block_size)
+            self.config = _fitted(self.config, self.network)
             ahead = _draft_network(model, backend, self.config)
             self.memory = _allocate(model, self.network, ahead, self.config)
         else:
@@ -111,10 +109,7 @@ class Engine:
                 raise InvalidArgumentError(
                     f"block_size: wanted {wanted}, which the caches have, got {size}"
                 )
-        least = 1 + self.network.layout.blocks_per_state(self.config.block_size)  # for each
-        most = min(self.config.max_num_seqs, max(1, (self.network.num_blocks - 1) // least))
-        eager = self.config.eager or self.config.batch_invariant
-        self.config = dataclasses.replace(self.config, max_num_seqs=most, eager=eager)
+        self.config = _limited(self.config, self.network)
         self.kv = kvcore.KVCacheManager(
             self.network.num_blocks,
             self.config.block_size,
@@ -591,9 +586,23 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
     kind = BatchInvariantNetwork if config.batch_invariant else PagedNetwork
     network = kind(model, backend)
     if config.kv_dtype == "fp8":
-        block_size = network.layout.fitting_block_size(config.block_size)
+        block_size = _fitted(config, network).block_size
         quantise(network, block_size=block_size, vocab_size=network.vocab_size)
     return network
+
+
+def _fitted(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
+    """The configuration with blocks that hold what recurrent layers keep."""
+    block_size = network.layout.fitting_block_size(config.block_size)
+    return dataclasses.replace(config, block_size=block_size)
+
+
+def _limited(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
+    """The configuration with as many requests at once as have a block, and a state, each."""
+    least = 1 + network.layout.blocks_per_state(config.block_size)
+    most = min(config.max_num_seqs, max(1, (network.num_blocks - 1) // least))
+    eager = config.eager or config.batch_invariant
+    return dataclasses.replace(config, max_num_seqs=most, eager=eager)
 
 
 def _grammars(model: LoadedModel, vocab_size: int, config: EngineConfig) -> Grammars:

@@ -188,7 +188,7 @@ class RecurrentPass(ReportedLength):
         self.tensors = tensors
         self.num_rows = sum([run.num_known + run.num_drafts for run in step.runs])
         self.batches = _batches(step, token_by_token=token_by_token)
-        self.outputs: list[tuple[nn.Module, object]] | None = None
+        self.outputs: list[tuple[nn.Module, Any]] | None = None
 
     @classmethod
     def of_fresh(cls, lengths: Iterable[int], length: int | Tensor = 0) -> "RecurrentPass":
@@ -301,8 +301,8 @@ def _joined(parts: Sequence[tuple[_Rows, Any]], num_rows: int) -> Any:  # noqa: 
     first = parts[0][1]
     if isinstance(first, tuple):
         columns = zip(*[result for _, result in parts], strict=True)
-        rows = [rows for rows, _ in parts]
-        return tuple(_joined([*zip(rows, one, strict=True)], num_rows) for one in columns)
+        every = [rows for rows, _ in parts]
+        return tuple(_joined([*zip(every, one, strict=True)], num_rows) for one in columns)
     if not isinstance(first, Tensor):
         return first
     sizes = [

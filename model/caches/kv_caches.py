@@ -105,7 +105,7 @@ def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
 
 def _columns(pages: Tensor, layout: CacheLayout, block_size: int) -> list[list[Tensor]]:
     """The part of each page that a tensor of each place takes."""
-    begin, places = 0, []
+    begin, places = 0, list[list[Tensor]]()
     for sizes in layout.place_bytes:
         places.append([])
         for size in sizes:

@@ -44,8 +44,8 @@ class LayerShape:
         chunk: it sees only those of its own chunk of `chunk` tokens; None: no chunks.
         value_dim: of a latent, one row per token whose first `value_dim` numbers are the value;
             None: it has keys and values.
-        reads: an earlier layer of the network whose keys and values it reads, and which sees the same; None: it
-            stores its own.
+        reads: an earlier layer of the network whose keys and values it reads, and which sees the
+            same; None: it stores its own.
     """
 
     num_kv_heads: int

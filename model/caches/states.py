@@ -30,12 +30,12 @@ class StateKey(NamedTuple):
     Attributes:
         layer: index of the layer.
         kind: "conv": the last inputs of a convolution; "recurrent": a recurrent state.
-        index: counts those of one kind in one layer.
+        number: counts those of one kind in one layer.
     """
 
     layer: int
     kind: str
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,5 +146,5 @@ def state_views(shapes: Sequence[StateShape], pages: Tensor) -> StateTensors:
     for shape, piece, begin in state_places(shapes, pages.shape[1]):
         size = torch.Size(shape.shape).numel() * shape.dtype.itemsize
         part = pages[:, begin : begin + size].view(shape.dtype)
-        found[shape.key] = StateTensor(piece, part.unflatten(1, shape.shape))
+        found[shape.key] = StateTensor(piece, part.view(len(pages), *shape.shape))
     return found

@@ -253,7 +253,7 @@ class Admission:
         if self._keeps_all and self._kv.enable_caching:  # what others have too can be found again
             _, stop = places[0]
             places = [(min(stop, self._kv.num_shared_blocks(sequence)), stop)]
-        entries = [table.block_ids for table in sequence.tables]
+        entries: list[Sequence[int]] = [table.block_ids for table in sequence.tables]
         if sequence.state is not None:
             entries.append([block.block_id for block in sequence.state.read])
             places.append((0, len(entries[-1])))

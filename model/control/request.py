@@ -67,7 +67,8 @@ class HostCopy:
     Attributes:
         num_tokens: tokens that were computed when they were copied.
         places: for each layer group the entries of its table, from the first to before the second,
-            or the blocks of its state; those before them are out of sight, or shared with others and expected in the cache.
+            or the blocks of its state; those before them are out of sight, or shared with others
+            and expected in the cache.
         payload: the memory itself; `BlockMover` allocates and frees it.
     """
 

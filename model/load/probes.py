@@ -279,8 +279,9 @@ def probe_layers(
     """Run a token through the model and note what every layer stores, reads and sees. One pass.
 
     This also proves that every layer attends through our function. If some keep states, others need
-    not attend; `check_tokens_alone` finds those with states that we do not know of. A layer reads the keys and values of
-    another one only if a second pass, of two tokens, shows it too; otherwise it stores its own.
+    not attend; `check_tokens_alone` finds those with states that we do not know of. A layer reads
+    the keys and values of another one only if a second pass, of two tokens, shows it too; otherwise
+    it stores its own.
 
     Args:
         model: left with our attention.

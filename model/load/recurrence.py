@@ -93,10 +93,11 @@ def probe_recurrence(network: PreTrainedModel, device: torch.device) -> Recurren
     shapes = find_states(network, device)
     if not shapes:
         return Recurrence()
-    for token_by_token in (False, True):
-        module = _failing(network, device, shapes, token_by_token=token_by_token)
-        if module is None:
-            return Recurrence(shapes, token_by_token)
+    if _failing(network, device, shapes, token_by_token=False) is None:
+        return Recurrence(shapes)
+    module = _failing(network, device, shapes, token_by_token=True)
+    if module is None:
+        return Recurrence(shapes, token_by_token=True)
     raise UnsupportedModelError(
         f"{type(network).__name__}: wanted layers that can continue from a state, "
         f"{type(module).__name__} gives other results for a text in pieces"

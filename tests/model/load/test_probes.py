@@ -94,7 +94,7 @@ def test_a_probe_measures_every_layer():
 def test_a_probe_finds_which_layers_read_the_keys_and_values_of_others(architecture):
     shapes = [*probe_layers(build(architecture).network, CPU).values()]
     assert [shape.reads for shape in shapes] == [None, None, 0, 1]
-    assert shapes[2:] == list(replace(shapes[n], reads=n) for n in (0, 1))
+    assert shapes[2:] == [replace(shapes[n], reads=n) for n in (0, 1)]
 
 
 def _copied(states, query):
