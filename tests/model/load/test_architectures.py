@@ -113,20 +113,20 @@ def test_drafts_change_no_token_of_layers_that_read_others(architecture, drafts)
     assert (engine.stats.num_accepted_tokens > 20) == (drafts == "itself")
 
 
-def _reads_the_wrong_layer(layers):
-    layout = plan_layout(layers)
+def _reads_the_wrong_layer(layers, *more):
+    layout = plan_layout(layers, *more)
     first, second, *_ = layout.places
     return replace(layout, places=(first, second, second, first))
 
 
-def _has_a_place_of_its_own(layers):
+def _has_a_place_of_its_own(layers, *more):
     own = [replace(layer, reads=None) for layer in layers]
-    return replace(plan_layout(own), layers=tuple(layers))
+    return replace(plan_layout(own, *more), layers=tuple(layers))
 
 
-def _keeps_what_it_is_given(layers):
+def _keeps_what_it_is_given(layers, *more):
     own = [replace(layer, reads=None) for layer in layers]
-    return replace(plan_layout(layers), layers=tuple(own))
+    return replace(plan_layout(layers, *more), layers=tuple(own))
 
 
 @pytest.mark.parametrize(
