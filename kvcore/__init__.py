@@ -71,7 +71,7 @@ from kvcore.tables.groups import (
 from kvcore.tables.slots import Slot, slot_of, slots_of
 from kvcore.tables.state_table import StateTable
 from kvcore.verbs.peaks import peak_blocks
-from kvcore.verbs.write import StepTables
+from kvcore.verbs.write import StepTables, write_states
 
 __version__ = "0.1.0"
 
@@ -170,4 +170,5 @@ __all__ = [
     "pool_map",
     "slot_of",
     "slots_of",
+    "write_states",
 ]

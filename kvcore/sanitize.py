@@ -17,13 +17,14 @@ of the memory checks the result, as docs/how-to/find-a-wrong-access.md describes
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvcore.errors import KVCoreError
-from kvcore.lease import Lease
+from kvcore.lease import Lease, Load
 from kvcore.reports import CopyOrder
 from kvcore.sequence import KVSequence
 
@@ -62,6 +63,16 @@ class _Shadow:
     tokens: list[int | None] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _StateShadow:
+    """What is known of one piece of a recurrent state: the tokens that it has seen, and of whom."""
+
+    piece: int
+    writer: KVSequence
+    num_tokens: int
+    packed: array[int]
+
+
 class Shadow:
     """The shadow of one pool.
 
@@ -71,6 +82,7 @@ class Shadow:
 
     def __init__(self, max_calls: int = 40) -> None:
         self._blocks: dict[int, _Shadow] = {}
+        self._states: dict[int, _StateShadow] = {}
         self._names: dict[KVSequence, str] = {}
         self._verified: dict[tuple[KVSequence, int], int] = {}
         self._calls: deque[str] = deque(maxlen=max_calls)
@@ -137,6 +149,52 @@ class Shadow:
             self._check_block(seq, index, ids[index], max(0, first - index * size), stop)
         self._verified[seq, group] = length // size
 
+    def advanced(
+        self, seq: KVSequence, reads: Sequence[int], writes: Sequence[int], num_tokens: int
+    ) -> None:
+        """A step reads a recurrent state, and writes the one after `num_tokens` more tokens.
+
+        `reads` is empty where the step starts from zeros. O(blocks of a state + tokens).
+
+        Raises:
+            SanitizerError: table, unwritten, foreign, shared or length.
+        """
+        computed = seq.num_computed_tokens
+        self._note(f"{self._name(seq)} reads state {_span(reads)} and writes {_span(writes)}")
+        own_reads, own_writes = seq.state_blocks
+        for given, wanted in ((reads, own_reads), (writes, own_writes)):
+            if list(given) != list(wanted):
+                what = f"the state of {self._name(seq)} is {_span(given)}, wanted {_span(wanted)}"
+                self._fail("table", what)
+        if computed + num_tokens > seq.num_tokens:
+            what = f"{self._name(seq)} has {seq.num_tokens} tokens"
+            self._fail("length", f"{what}, and its state is to see {computed + num_tokens}")
+        for piece, block_id in enumerate(reads):
+            self._check_state(seq, piece, block_id)
+        for piece, block_id in enumerate(writes):
+            for other in self._names:
+                if other is not seq and block_id in _state_ids(other):
+                    what = f"block {block_id} is written by {self._name(seq)}"
+                    self._fail("shared", f"{what}, and {self._name(other)} has it too")
+            if block_id not in reads:
+                self._fresh.append(block_id)
+            self._blocks.pop(block_id, None)
+            known = seq.packed[: computed + num_tokens]
+            self._states[block_id] = _StateShadow(piece, seq, computed + num_tokens, known)
+
+    def _check_state(self, seq: KVSequence, piece: int, block_id: int) -> None:
+        where = f"block {block_id} of the state of {self._name(seq)}"
+        held = self._states.get(block_id)
+        if held is None or block_id in self._blocks:
+            self._fail("unwritten", f"{where} was never written as a state")
+        by = self._name(held.writer)
+        if (held.piece, held.num_tokens) != (piece, seq.num_computed_tokens):
+            what = f"{where} is piece {held.piece} after {held.num_tokens} tokens, written by {by}"
+            self._fail("foreign", f"{what}; wanted {piece} after {seq.num_computed_tokens}")
+        both = min(len(held.packed), len(seq.packed))
+        if held.packed[:both] != seq.packed[:both]:
+            self._fail("foreign", f"{where} has seen other tokens; written by {by}")
+
     def copied(self, orders: Iterable[CopyOrder]) -> None:
         """The blocks of a fork were copied, before either side goes on. O(tokens copied).
 
@@ -183,6 +241,9 @@ class Shadow:
             return
         seq = load.seq
         for group, ids in enumerate(load.block_ids):
+            if group == len(seq.tables):
+                self._load_state(seq, ids, load)
+                continue
             size = seq.tables[group].block_size
             for index, block_id in enumerate(ids, load.first_blocks[group]):
                 self._note(f"{self._name(seq)} is loaded into block {block_id}")
@@ -194,6 +255,12 @@ class Shadow:
                 tokens: list[int | None] = list(load.packed[index * size : (index + 1) * size])
                 tokens += [None] * (size - len(tokens))
                 self._blocks[block_id] = _Shadow(group, index, seq, tokens)
+
+    def _load_state(self, seq: KVSequence, ids: Sequence[int], load: Load) -> None:
+        for piece, block_id in enumerate(ids):
+            self._note(f"{self._name(seq)} is loaded a state into block {block_id}")
+            self._blocks.pop(block_id, None)
+            self._states[block_id] = _StateShadow(piece, seq, load.num_tokens, load.packed)
 
     def take_fresh(self) -> list[int]:
         """Return the blocks that a sequence has begun to write since the last call, and forget."""
@@ -212,6 +279,8 @@ class Shadow:
         """Who has a block, or has written it last, in words. O(sequences * blocks of each)."""
         for seq in self._names:
             if any(block_id in table.block_ids for table in seq.tables):
+                return self._name(seq)
+            if block_id in _state_ids(seq):
                 return self._name(seq)
         shadow = self._blocks.get(block_id)
         if shadow is None:
@@ -318,7 +387,11 @@ class Shadow:
 
     def _forget_closed(self) -> None:
         """Forget sequences without a block: they are closed, or begin anew."""
-        gone = {seq for seq in self._names if not any(len(t.block_ids) for t in seq.tables)}
+        gone = {
+            seq
+            for seq in self._names
+            if not any(len(t.block_ids) for t in seq.tables) and not _state_ids(seq)
+        }
         self._names = {seq: name for seq, name in self._names.items() if seq not in gone}
         self._verified = {key: n for key, n in self._verified.items() if key[0] not in gone}
 
@@ -327,6 +400,11 @@ class Shadow:
 
     def _fail(self, kind: str, message: str) -> NoReturn:
         raise SanitizerError(kind, message, tuple(self._calls))
+
+
+def _state_ids(seq: KVSequence) -> list[int]:
+    """The blocks of all states of a sequence."""
+    return [] if seq.state is None else [block.block_id for block in seq.state.blocks()]
 
 
 def _span(numbers: Sequence[int]) -> str:

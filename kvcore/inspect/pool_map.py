@@ -38,7 +38,8 @@ class BlockReport:
         can_be_hit: whether a sequence with the same prefix would share it.
         group: the layer group of its content; 0 if it has none.
         start: the position of its first token.
-        tokens: its known tokens, those without KV included.
+        tokens: its known tokens, those without KV included; of a piece of a recurrent state that is
+            published the last ones that it has seen, and of another piece none.
         namespace: its namespace; None: it is not shared.
     """
 
@@ -78,6 +79,8 @@ def pool_map(manager: KVCacheManager) -> bytes:
         for table in seq.tables:
             for block_id in table.block_ids[table.num_null :]:
                 states[block_id] = HELD
+        for block in () if seq.state is None else seq.state.blocks():
+            states[block.block_id] = HELD
     for lease in manager.leases.active.values():
         for block in lease.blocks:
             states[block.block_id] = HELD
@@ -101,16 +104,23 @@ def describe_block(manager: KVCacheManager, block_id: SupportsIndex) -> BlockRep
             if number in table.block_ids:
                 holders.append(seq)
                 group, place = index, table.block_ids.index(number)
+        if seq.state is not None and block in seq.state.blocks():
+            holders.append(seq)
+            group = seq.state.number
     namespace: Namespace | None = None
     tokens: tuple[int, ...] = ()
-    if block.node is not None:
-        group, place = block.group, _depth(block.node) - 1
+    node = block.node
+    while node is not None and node.is_piece():
+        node = node.parent
+    if node is not None:
+        group, place = block.group, _depth(node) - 1
         size = manager.groups[group].block_size
-        tokens = tuple(array("I", block.node.tokens[: size * BYTES_PER_TOKEN]))
-        namespace = decode_namespace(block.node.root().tokens)
+        tokens = tuple(array("I", node.tokens[: size * BYTES_PER_TOKEN]))
+        namespace = decode_namespace(node.root().tokens)
     elif holders:
         size = manager.groups[group].block_size
-        tokens = tuple(holders[0].packed[place * size : (place + 1) * size])
+        if group < len(holders[0].tables):
+            tokens = tuple(holders[0].packed[place * size : (place + 1) * size])
         key = holders[0].namespace_key
         namespace = None if key is None else decode_namespace(key)
     return BlockReport(

@@ -74,8 +74,8 @@ def peak_blocks(
 def num_state_blocks(group: RecurrentState, *, is_inside: bool) -> int:
     """Return the most blocks that states of a sequence hold at once. O(1).
 
-    `is_inside`: a pass may end before the last one at a position whose state is published; then
-    the next pass reads that state and writes another.
+    `is_inside`: a load brings a state, or a pass before the last one may end where a state is
+    published; then the next pass reads that state and writes another.
     """
     return group.num_blocks * (2 if is_inside else 1)
 

@@ -226,7 +226,7 @@ def planned(
     num_new = blocks_to_take(tables, hits[: len(tables)], cached, len(packed), chunk, external)
     if state is not None:
         ends = state.block_size if key is not None and chunk is not None else NEVER
-        is_inside = (len(packed) - 1) // ends * ends > max(cached, external)
+        is_inside = external > cached or (len(packed) - 1) // ends * ends > cached
         num_new += num_state_blocks(state.group, is_inside=is_inside)
     return Plan(
         num_cached_tokens=cached,

@@ -59,11 +59,13 @@ class StateMove:
             self._advance(known, done)
         elif self._kept and self._kept_at <= known and table.is_wanted(self._kept_at):
             self._publish(self._kept, self._kept_at)  # its last token was unknown until now
-        before = table.lists()
         if total > done and not self._write:
             self._reserve()
-        mine = (self._read, self._write, self._kept)
-        self.released = [pieces for pieces in before if not _among(pieces, mine)]
+        self.released: list[list[Block]] = []
+        if table.read is not self._read:
+            self._release(table.read)
+        if table.kept is not table.read and table.kept is not self._kept:
+            self._release(table.kept)
 
     def _advance(self, known: int, done: int) -> None:
         """Read what the step has written, and find where the next one may write."""
@@ -96,6 +98,12 @@ class StateMove:
             self.is_optional = True
         self.num_new = self._table.group.num_blocks
 
+    def _release(self, pieces: list[Block]) -> None:
+        """Release a state that the sequence had, unless it has another role from now on."""
+        is_needed = pieces is self._read or pieces is self._write or pieces is self._kept
+        if pieces and not is_needed:
+            self.released.append(pieces)
+
     def do_without(self) -> None:
         """Keep no state, where blocks for the next one are optional and not there."""
         if self.is_optional:
@@ -116,11 +124,6 @@ class StateMove:
             pool.assign(self.new, table.number)
         table.read, table.write = self._read, self._write
         table.kept, table.kept_at = self._kept, self._kept_at
-
-
-def _among(pieces: list[Block], lists: tuple[list[Block], ...]) -> bool:
-    """Return whether a list is one of these objects."""
-    return any(pieces is one for one in lists)
 
 
 def publish_state(

@@ -218,6 +218,35 @@ def write_rows(
         put_ints(rows, index * stride, block_ids)
 
 
+def write_states(seqs: Sequence[KVSequence], reads: object, writes: object) -> None:
+    """Write for each sequence which state its next step reads, and where it writes the next one.
+
+    A row for each sequence, with as many block ids as a state has; a row of -1 in `reads` stands
+    for zeros. Nothing is written where an argument is refused. O(sequences * blocks of a state).
+
+    Args:
+        seqs: open sequences with blocks for their next state.
+        reads: a writable, contiguous buffer of int32 or int64: [at least the rows, one by one].
+        writes: another one.
+
+    Raises:
+        StaleSequenceError: a sequence is closed.
+        NotReservedError: a sequence has no blocks for its next state: call `reserve` first.
+        InvalidArgumentError: no group keeps recurrent states, or a buffer does not fit.
+    """
+    before, after = array("q"), array("q")
+    for seq in as_list("seqs", seqs):
+        if not isinstance(seq, KVSequence):
+            raise InvalidArgumentError(f"seqs: wanted KVSequence, got {type(seq).__name__}")
+        read, written = seq.state_blocks
+        before.extend(read or [-1] * len(written))
+        after.extend(written)
+    views = [int_view("reads", reads, (4, 8), len(before))]
+    views.append(int_view("writes", writes, (4, 8), len(after)))
+    put_ints(views[0], 0, before)
+    put_ints(views[1], 0, after)
+
+
 def _slots(seqs: Sequence[KVSequence], counts: list[int] | None, group: int) -> array[int]:
     """Return the slots of the tokens of a step, one sequence after another. O(slots)."""
     slots = array("q")

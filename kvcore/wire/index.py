@@ -6,12 +6,13 @@ walk for all publishers. A block hash only tells which node an event refers to: 
 cost speed, but never produces a match that the tokens do not have.
 
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
-that) and those with a sliding window, on the GPU. What everything follows is held with it; a window
-holds what it holds, and a prefix can be served if all is there that can be seen from its end. What
-a chunk still holds is not indexed, so for a model with chunks the answer is the longest prefix that
-its cache may serve. A publisher with several groups serves what all of them can; a group is known
-once something was stored in it, and until everything is cleared: who comes after that may be a
-publisher that has started again, with other groups.
+that), those with a sliding window and those with recurrent states, on the GPU. What everything
+follows is held with it; a window holds what it holds, and a prefix can be served if all is there
+that can be seen from its end; a state is found as a window of one token. What a chunk still holds
+is not indexed, so for a model with chunks the answer is the longest prefix that its cache may
+serve. A publisher with several groups serves what all of them can; a group is known once something
+was stored in it, and until everything is cleared: who comes after that may be a publisher that has
+started again, with other groups.
 
 The parent of a block is known by its hash alone. A block whose parent was never published (only in
 snapshots of windows, which have released their first blocks) is ignored, unless a group of full
@@ -53,7 +54,10 @@ FULL_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_fu
 WINDOW_KINDS: Final = frozenset({"sliding_window", "sliding_window_mla"})
 """The kinds of layer groups that see a number of tokens, which is said with them."""
 
-INDEXED_KINDS: Final = FULL_KINDS | WINDOW_KINDS
+STATE_KIND: Final = "mamba"
+"""The kind of layer groups that keep recurrent states: like a window of one token."""
+
+INDEXED_KINDS: Final = FULL_KINDS | WINDOW_KINDS | {STATE_KIND}
 """The kinds of layer groups whose blocks are indexed."""
 
 _MEDIA: Final = frozenset({None, "GPU"})
@@ -285,6 +289,8 @@ class Index:
                 self._store(publisher, known, event, 0)
             elif kind in WINDOW_KINDS and window > 0:
                 self._store(publisher, known, event, window)
+            elif kind == STATE_KIND:
+                self._store(publisher, known, event, 1)
             else:
                 self._num_passed_over += 1
         elif event.group_idx in known.bits:
@@ -533,7 +539,7 @@ def _in_order(batch: Batch) -> Sequence[WireEvent]:
     stored = [event for event in events if isinstance(event, Stored)]
     if not batch.begins_anew or len(stored) != len(events) - 1:
         return events
-    stored.sort(key=lambda event: event.kv_cache_spec_kind in WINDOW_KINDS)
+    stored.sort(key=lambda event: event.kv_cache_spec_kind not in FULL_KINDS)
     return (events[0], *stored)
 
 

@@ -43,6 +43,8 @@ class Runner:
             first = one.num_null * SIZE
             rows = table if table is not None else self.table(seq, group)
             self.shadow.reads(seq, length or stop, rows, group=group, first=first)
+        if seq.state is not None:
+            self.shadow.advanced(seq, *seq.state_blocks, stop - start)
         self.kv.commit(seq, stop - start)
 
     def decode(self, seq, token):
@@ -51,9 +53,13 @@ class Runner:
         self.step(seq)
 
 
+STATES = (kvcore.FullAttention(), kvcore.RecurrentState(2))
+
+
+@pytest.mark.parametrize("groups", [None, STATES])
 @given(st.data())
-def test_nothing_is_found_in_what_is_right(data):
-    runner = Runner(num_blocks=data.draw(st.integers(8, 24)))
+def test_nothing_is_found_in_what_is_right(groups, data):
+    runner = Runner(num_blocks=data.draw(st.integers(12, 24)), groups=groups)
     live = []
     for _ in range(data.draw(st.integers(1, 25))):
         what = data.draw(st.sampled_from(["begin", "decode", "decode", "cut", "fork", "end"]))
@@ -196,6 +202,58 @@ def copies_into_a_block_that_is_taken(runner):
     runner.shadow.copied([kvcore.CopyOrder(order.src, taken, 2, 0)])
 
 
+def hybrid(*prompts):
+    """A runner, and sequences that have computed their prompts."""
+    runner = Runner(groups=STATES)
+    seqs = [runner.begin(prompt) for prompt in prompts]
+    for seq in seqs:
+        runner.step(seq)
+    for seq in seqs:
+        runner.kv.append(seq, 9)
+        runner.kv.reserve_to(seq, seq.num_tokens)
+    return runner, *seqs
+
+
+def reads_the_state_of_another(_):
+    runner, seq, other = hybrid([1, 2, 3], [4, 5, 6])
+    runner.shadow.advanced(seq, other.state_blocks[0], seq.state_blocks[1], 1)
+
+
+def reads_the_pieces_of_a_state_in_the_wrong_order(_):
+    runner, seq = hybrid([1, 2, 3])
+    reads, writes = seq.state_blocks
+    runner.shadow.advanced(seq, reads[::-1], writes, 1)
+
+
+def starts_from_zeros_where_there_is_a_state(_):
+    runner, seq = hybrid([1, 2, 3])
+    runner.shadow.advanced(seq, (), seq.state_blocks[1], 1)
+
+
+def writes_a_state_after_tokens_that_are_not_there(_):
+    runner, seq = hybrid([1, 2, 3])
+    runner.shadow.advanced(seq, *seq.state_blocks, 2)
+
+
+def commits_a_state_that_was_never_written(_):
+    runner, seq = hybrid([1, 2, 3])
+    runner.shadow.wrote(seq, 3, runner.slots(seq, 3, 4))
+    runner.kv.commit(seq, 1)
+    runner.decode(seq, 9)
+
+
+def commits_a_state_that_has_seen_rejected_drafts(_):
+    runner, seq = hybrid([1, 2, 3])
+    runner.kv.extend(seq, [5, 6])
+    runner.kv.reserve_to(seq, seq.num_tokens)
+    runner.shadow.advanced(seq, *seq.state_blocks, 3)
+    runner.kv.commit(seq, 1)
+    runner.kv.truncate(seq, seq.num_computed_tokens)
+    runner.kv.append(seq, 9)
+    runner.kv.reserve_to(seq, seq.num_tokens)
+    runner.shadow.advanced(seq, *seq.state_blocks, 1)
+
+
 def does_not_load_what_it_swaps_in(runner):
     seq = runner.begin([1, 2, 3, 4, 5, 6])
     runner.kv.commit(seq, 4)
@@ -238,6 +296,12 @@ PLANTED = {
     forgets_the_copies_of_a_fork: "unwritten",
     copies_less_than_a_fork_needs: "unwritten",
     copies_into_a_block_that_is_taken: "foreign",
+    reads_the_state_of_another: "table",
+    reads_the_pieces_of_a_state_in_the_wrong_order: "table",
+    starts_from_zeros_where_there_is_a_state: "table",
+    writes_a_state_after_tokens_that_are_not_there: "length",
+    commits_a_state_that_was_never_written: "foreign",
+    commits_a_state_that_has_seen_rejected_drafts: "foreign",
     does_not_load_what_it_swaps_in: "unwritten",
     fills_a_block_of_another_from_the_host: "foreign",
     loads_after_the_load_has_ended: "freed",

@@ -32,6 +32,7 @@ LAYOUTS = {
     "window alone": (kvcore.SlidingWindow(4),),
     "chunks": (kvcore.FullAttention(), kvcore.ChunkedLocal(4)),
     "two full": (kvcore.FullAttention(), kvcore.FullAttention(2 * SIZE)),
+    "states": (kvcore.FullAttention(), kvcore.RecurrentState(2)),
     "six before four": (kvcore.SlidingWindow(7, 3 * SIZE), kvcore.FullAttention(2 * SIZE)),
     "unequal windows": (
         kvcore.SlidingWindow(3, SIZE), kvcore.SlidingWindow(7, 2 * SIZE), kvcore.FullAttention(),
