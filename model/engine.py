@@ -311,6 +311,7 @@ class Engine:
                 sample=number,
                 namespace=asked.namespace,
                 retain=asked.retain,
+                boundaries=asked.boundaries,
                 items=asked.items,
             )
             self._check_tokens("prompt", request.tokens)

@@ -250,7 +250,6 @@ class BatchBuilder:
         *,
         has_states: bool = False,
     ) -> None:
-        self._has_states = has_states
         self._chunks = chunks or [None] * num_groups
         self._worth = worth or [None] * num_groups
         self._input_ids = _Buffer(torch.int64, device)
@@ -260,6 +259,7 @@ class BatchBuilder:
         self._query_start_loc = _Buffer(torch.int32, device)
         self._seq_lens = _Buffer(torch.int32, device)
         self._tables = [_Tables(group, device) for group in range(num_groups)]
+        self._states = [_Buffer(torch.int64, device) for _ in range(2 * has_states)]
         self._slot_mappings = [_Buffer(torch.int64, device) for _ in range(num_groups)]
         self._rows = np.arange(0)
 
@@ -335,8 +335,22 @@ class BatchBuilder:
             paged=tuple(paged),
             sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
             is_long=_long_tokens(requests, rows),
-            states=_states(step.chunks, sequences) if self._has_states else None,
+            states=self._write_states(step.chunks, sequences) if self._states else None,
         )
+
+    def _write_states(
+        self, chunks: Sequence[Chunk], sequences: Sequence[kvcore.KVSequence]
+    ) -> StateStep:
+        """The state that each chunk begins with, and where the one behind its known tokens goes."""
+        shape = (len(sequences), len(sequences[0].state_blocks[1]))
+        reads, writes = (buffer.view(math.prod(shape)) for buffer in self._states)
+        kvcore.write_states(sequences, reads, writes)
+        has_state = reads[:: shape[1]] >= 0
+        runs, start = [], 0
+        for chunk, known in zip(chunks, has_state.tolist(), strict=True):
+            runs.append(Run(start, chunk.num_known, len(chunk.drafts), known))
+            start += chunk.num_tokens
+        return StateStep(tuple(runs), *[buffer.shaped(*shape) for buffer in self._states])
 
     def _write_sources(
         self,
@@ -379,19 +393,6 @@ class BatchBuilder:
                     input_ids[first : first + len(tokens)] = tokens
                     if chunk.drafts:
                         input_ids[first + chunk.num_known : first + chunk.num_tokens] = chunk.drafts
-
-
-def _states(chunks: Sequence[Chunk], sequences: Sequence[kvcore.KVSequence]) -> StateStep:
-    """The state that each chunk begins with, and where the one behind its known tokens goes."""
-    runs, reads, writes, start = [], [], [], 0
-    for chunk, sequence in zip(chunks, sequences, strict=True):
-        read, write = sequence.state_blocks
-        runs.append(Run(start, chunk.num_known, len(chunk.drafts), bool(read)))
-        start += chunk.num_tokens
-        reads.append(read or (0,) * len(write))
-        writes.append(write)
-    read_ids, write_ids = (torch.tensor(ids, dtype=torch.int64) for ids in (reads, writes))
-    return StateStep(tuple(runs), read_ids, write_ids)
 
 
 def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -48,7 +48,7 @@ class StateStep:
 
     Attributes:
         runs: the rows of each sequence, in order.
-        read: int64 [num_seqs, blocks_per_state]: block ids; of a sequence without a state 0.
+        read: int64 [num_seqs, blocks_per_state]: block ids; of a sequence without a state -1.
         write: likewise; None: nothing is stored.
     """
 

@@ -187,6 +187,7 @@ class Admission:
             namespace=self._namespace(request),
             items=request.items,
             retain=request.retain,
+            boundaries=request.boundaries,
             resumed=request.num_preemptions > 0,
         )
         request.start(sequence)

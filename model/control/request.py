@@ -93,6 +93,7 @@ class Request:
         sample: the number of this sample of its prompt, from 0.
         namespace: with whom it shares what it computes.
         retain: which ranges of its tokens stay in the cache longer than others.
+        boundaries: positions at which the states of recurrent layers are wanted.
         items: multimodal items of its prompt; a cached prefix is shared only with equal ones.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         max_total_tokens: the most tokens it can come to, its prompt included.
@@ -115,6 +116,7 @@ class Request:
         "_is_owed",
         "_status",
         "_tokens",
+        "boundaries",
         "eos_token_ids",
         "error",
         "host_copy",
@@ -148,6 +150,7 @@ class Request:
         sample: int = 0,
         namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
         retain: Sequence[kvcore.Retention] = (),
+        boundaries: Sequence[int] = (),
         items: Sequence[kvcore.MultimodalItem] = (),
     ) -> None:
         if len(prompt_tokens) == 0:
@@ -167,6 +170,7 @@ class Request:
         self.namespace = _checked(namespace)
         self.items = _checked_items(items, len(prompt_tokens))
         self.retain = tuple(retain)
+        self.boundaries = tuple(boundaries)
         for one in self.retain:
             if type(one) is not kvcore.Retention:
                 raise InvalidArgumentError(f"retain: wanted kvcore.Retention, got {shown(one)}")

@@ -85,6 +85,8 @@ class Submission:
         priority: lower numbers run first.
         namespace: requests share cached prefixes only within a namespace.
         retain: ranges of its tokens to keep in the prefix cache longer than others.
+        boundaries: positions in the prompt at which the states of recurrent layers are wanted, for
+            prompts that part there; that of its end is kept anyway.
         items: multimodal items that its tokens stand for (images, audio), in order. They are part
             of the prefix cache identity only: the runner computes the embeddings of tokens.
 
@@ -99,6 +101,7 @@ class Submission:
     priority: int = 0
     namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE
     retain: Sequence[kvcore.Retention] = ()
+    boundaries: Sequence[int] = ()
     items: Sequence[kvcore.MultimodalItem] = ()
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ import backends
 import kvcore
 from kvcore.sanitize import Shadow
 from model.attention.batch import StepTensors
+from model.attention.recurrent import StateStep
 from model.caches.kv_caches import KVCaches
 from model.caches.layout import CacheLayout
 from model.control.step import Chunk, Step
@@ -179,7 +180,18 @@ class SanitizedBackend:
                 if end > first:
                     ids = [0] * (begin // size) + row  # entries before the piece are not checked
                     self.shadow.reads(sequence, end, ids, group=group, first=first)
+        if tensors.states is not None:
+            self._check_states(step, tensors.states)
         _poison(caches, self.shadow.take_fresh())
+
+    def _check_states(self, step: Step, states: StateStep) -> None:
+        """Check which states a step reads and writes. O(blocks of the states + tokens)."""
+        if states.write is None:
+            return
+        blocks = zip(states.runs, states.read.tolist(), states.write.tolist(), strict=True)
+        for chunk, (run, read, write) in zip(step.chunks, blocks, strict=True):
+            sequence = chunk.request.running_sequence
+            self.shadow.advanced(sequence, read if run.has_state else [], write, run.num_known)
 
     def store_kv(
         self,
@@ -342,7 +354,7 @@ def _poison(caches: KVCaches, blocks: list[int] | None) -> None:
     """Fill the slots of some blocks, or of all, with NaN."""
     if blocks is not None and not blocks:
         return
-    for cache in caches.layers:
-        for tensor in cache.tensors:
-            if tensor.is_floating_point():
-                tensor[slice(None) if blocks is None else blocks] = float("nan")
+    of_layers = [tensor for cache in caches.layers for tensor in cache.tensors]
+    for tensor in (*of_layers, *(state.blocks for state in caches.states.values())):
+        if tensor.is_floating_point():
+            tensor[slice(None) if blocks is None else blocks] = float("nan")

@@ -8,6 +8,7 @@ Does not know: how tokens come about, how an answer is sent (`generation.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from fastapi import APIRouter, Request, Response
@@ -110,8 +111,9 @@ def chat(service: Service) -> APIRouter:
             params = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
         except InvalidArgumentError as error:
             raise api_error(error, names) from error
+        turns = await service.turns(body.messages, prompt, body.chat_template_kwargs)
         asked = Asked(
-            submissions=[body.submission(prompt, params)],
+            submissions=[replace(body.submission(prompt, params), boundaries=turns)],
             streams=bool(body.stream),
             names=names,
         )

@@ -94,6 +94,33 @@ class Service:
         except InvalidArgumentError as error:
             raise api_error(error) from error
 
+    async def turns(
+        self,
+        messages: Sequence[Message],
+        prompt: Sequence[int],
+        options: Mapping[str, object] | None,
+    ) -> tuple[int, ...]:
+        """Where the last user's turn begins in a prompt, and where the answer's opening does.
+
+        The next turn parts from this one there, so states of recurrent layers are wanted there;
+        empty for a model without them. O(text of the conversation).
+        """
+        if not self.engine.engine.network.layout.states:
+            return ()
+        users = [number for number, one in enumerate(messages) if one.role == "user"]
+        found: list[int] = []
+        for part in {len(messages), *users[-1:]} - {0}:
+            try:
+                tokens = await self.encode_chat(
+                    messages[:part], opens_answer=False, options=options
+                )
+            except ApiError:  # a template may refuse a part
+                continue
+            pairs = enumerate(zip(tokens, prompt, strict=False))
+            parted = next((place for place, (one, two) in pairs if one != two), len(tokens))
+            found.append(min(parted, len(prompt)))
+        return tuple(sorted(found))
+
     async def encode_chat(
         self,
         messages: Sequence[Message],
