@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from kvcore.block import PIECE_KEY_BYTES, Block, Node
-from kvcore.events import EventLog
+from kvcore.errors import InvalidArgumentError
+from kvcore.events import EventLog, Snapshot
 from kvcore.identity.tokens import AT_ONCE, BYTES_PER_TOKEN, cutter
 
 
@@ -362,6 +363,21 @@ def find_pieces(first: Block, count: int) -> list[Block]:
             found.append(child.last_copy)
         node = child
     return found
+
+
+def snapshot(log: EventLog | None, trees: Sequence[ContentTree]) -> Snapshot:
+    """Return all contents that can be hit now. O(contents).
+
+    Raises:
+        InvalidArgumentError: no events are recorded.
+    """
+    if log is None:
+        raise InvalidArgumentError(
+            "record_events: wanted 'xxh3-128' or 'sha256' for a snapshot, got None"
+        )
+    return log.snapshot(
+        [(group, root) for group, tree in enumerate(trees) for root in tree.roots()]
+    )
 
 
 def lost_contents(blocks: Sequence[Block]) -> list[tuple[Node, int]]:

@@ -30,6 +30,7 @@ from kvcore.arguments import (
     warn_renamed,
 )
 from kvcore.block import Block, BlockId
+from kvcore.content_tree import snapshot
 from kvcore.errors import (
     ForeignSequenceError,
     InvalidArgumentError,
@@ -48,30 +49,12 @@ from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
 from kvcore.sequence import KVSequence, check_all_known, check_expected, check_length
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import LayerGroup, attention_groups, resolve_groups, state_group
-from kvcore.tables.state_table import StateTable
+from kvcore.tables.groups import LayerGroup, attention_groups, resolve_groups
+from kvcore.tables.state_table import StateTable, new_states
 from kvcore.verbs import load as loading
+from kvcore.verbs import rewind, share
 from kvcore.verbs import step as forward
 from kvcore.verbs.peaks import blocks_still_taken
-from kvcore.verbs.rewind import (
-    blocks_tail_first,
-    close_states,
-    cut,
-    invalidate_blocks,
-    invalidate_from,
-    leaving,
-)
-from kvcore.verbs.share import (
-    describe,
-    kept_hits,
-    num_common,
-    num_exclusive,
-    num_shared,
-    planned,
-    share_cached,
-    share_computed,
-)
-from kvcore.verbs.states import states_until
 from kvcore.verbs.write import write_rows
 
 
@@ -135,7 +118,7 @@ class KVCacheManager:
         self.sequences: dict[int, KVSequence] = {}
         self._attention = attention_groups(self.groups)
         self._shapes = tuple([BlockTable(group) for group in self._attention])  # always empty
-        self._state = self._new_states()  # always empty
+        self._state = new_states(self.groups)  # always empty
         self._no_growth: tuple[tuple[BlockId, ...], ...] = ((),) * len(sizes)
         self._last_step: list[KVSequence] = []
         self._next_seq_id = 0
@@ -199,19 +182,17 @@ class KVCacheManager:
         """
         is_resumed = resumed is not False and as_bool("resumed", resumed)
         is_blind = skip_reading is not False and as_bool("skip_reading", skip_reading)
-        packed, key, checked = describe(tokens, namespace, items, self.max_model_len)
+        packed, key, checked = share.describe(tokens, namespace, items, self.max_model_len)
         if not self.enable_caching:
             key = None
         retention = check_retention(retain) if retain else ()
         ends = [as_int("boundaries", end, 0) for end in as_list("boundaries", boundaries)]
-        seq = self._new_sequence(packed, key, checked)
+        seq = self._new_sequence(packed, key, checked, ends)
         seq.retention = retention
         if key is None or is_blind:
-            if seq.state is not None:
-                seq.state.begin(len(packed), 0, ends)
             self._admit(seq, [])
             return seq
-        self._admit(seq, share_cached(self.pool, seq, ends))
+        self._admit(seq, share.share_cached(self.pool, seq))
         if is_resumed:
             self._num_resumed_tokens += len(packed)
             self._num_resumed_hit_tokens += seq.num_cached_tokens
@@ -249,14 +230,12 @@ class KVCacheManager:
             SequenceTooLongError: more tokens than `max_model_len`.
         """
         width = None if chunk is None else as_int("chunk", chunk, 1)
-        packed, key, checked = describe(tokens, namespace, items, self.max_model_len)
+        packed, key, checked = share.describe(tokens, namespace, items, self.max_model_len)
         external = as_int("num_external", num_external, 0, len(packed))
         if as_bool("skip_reading", skip_reading) or not self.enable_caching:
             key = None
-        deferred = self.leases.num_deferred_blocks()
-        return planned(
-            self.pool, self._shapes, self._state, packed, key, checked, width, external, deferred
-        )
+        shapes = self._shapes, self._state
+        return share.planned(self.pool, *shapes, packed, key, checked, width, external)
 
     def chunk_length(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
         """Return how many of the next `num_tokens` tokens one step should compute. O(log).
@@ -266,10 +245,8 @@ class KVCacheManager:
         """
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        if seq.state is None or seq.namespace_key is None:
-            return count
-        computed = seq.num_computed_tokens
-        return min(count, seq.state.next_stop(computed) - computed)
+        state, computed = seq.state, seq.num_computed_tokens
+        return count if state is None else min(count, state.next_stop(computed) - computed)
 
     def reserve(
         self, seq: KVSequence, num_tokens: SupportsIndex
@@ -316,8 +293,7 @@ class KVCacheManager:
             if total > len(table.blocks) * table.block_size:
                 break
         else:
-            state = seq.state
-            if state is None or state.write or total == seq.num_computed_tokens:
+            if seq.state is None or seq.state.write:
                 seq.find_limits(self.max_model_len)
                 return self._no_growth
         return forward.grow(self.pool, seq, total, self.max_model_len)
@@ -328,10 +304,7 @@ class KVCacheManager:
         Raises like `reserve`, except `OutOfBlocksError`.
         """
         total = self._room_wanted(seq, num_tokens)
-        missing = sum([table.num_missing(total) for table in seq.tables])
-        if seq.state is not None and total > seq.num_computed_tokens:
-            missing += seq.state.num_missing()
-        return missing <= self.pool.num_free_blocks
+        return blocks_still_taken(seq, total, None, 0) <= self.pool.num_free_blocks
 
     def append(self, seq: KVSequence, token: SupportsIndex) -> None:
         """Append a token whose KV is not computed yet. O(1).
@@ -461,7 +434,7 @@ class KVCacheManager:
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
         count = as_int("num_tokens", count, 0, seq.num_tokens)
-        cut(self.pool, seq, count)
+        rewind.cut(self.pool, seq, count)
 
     def fork(self, seq: KVSequence) -> tuple[KVSequence, tuple[CopyOrder, ...]]:
         """Fork a sequence: the child has the same known tokens and the same computed KV.
@@ -477,10 +450,10 @@ class KVCacheManager:
             OutOfBlocksError: no block is free for a half-full one.
         """
         self._check_open(seq)
-        child = self._new_sequence(seq.packed[:], seq.namespace_key, seq.items)
+        child = self._new_sequence(seq.packed[:], seq.namespace_key, seq.items, [])
         self.sequences[child.seq_id] = child
         try:
-            orders = share_computed(self.pool, seq, child)
+            orders = share.share_computed(self.pool, seq, child)
         except BaseException:
             del self.sequences[child.seq_id]
             raise
@@ -518,7 +491,7 @@ class KVCacheManager:
         count = None if num_tokens is None else as_int("num_tokens", num_tokens, 0)
         steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
         self._check_open(seq)
-        held = states_until(seq, count) + blocks_tail_first(seq, count)
+        held = rewind.blocks_tail_first(seq, count)
         lease = self.leases.begin(held, kind, owner, steps)
         state = seq.state
         if state is not None and kind != "step" and state.write is state.read:
@@ -612,7 +585,7 @@ class KVCacheManager:
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
         count = as_int("num_tokens", count, 0, seq.num_computed_tokens)
-        return invalidate_from(self.pool, seq, count, list(self.sequences.values()))
+        return rewind.invalidate_from(self.pool, seq, count, list(self.sequences.values()))
 
     def fail_transfer(self, lease: Lease) -> tuple[KVSequence, ...]:
         """State that the KV in the blocks of a lease is invalid, and end the lease.
@@ -629,7 +602,7 @@ class KVCacheManager:
         if not self.leases.is_active(lease):
             return ()
         sequences = list(self.sequences.values())
-        set_back = invalidate_blocks(self.pool, lease.blocks, sequences, lease.blocks)
+        set_back = rewind.invalidate_blocks(self.pool, lease.blocks, sequences, lease.blocks)
         self.leases.forget((lease,))
         return set_back
 
@@ -644,7 +617,7 @@ class KVCacheManager:
         """
         given = as_list("block_ids", block_ids)
         ids = [as_int("block_ids", one, 1, self.num_blocks - 1) for one in given]
-        return invalidate_blocks(
+        return rewind.invalidate_blocks(
             self.pool, self.pool.made_blocks(ids), list(self.sequences.values())
         )
 
@@ -657,9 +630,9 @@ class KVCacheManager:
         if type(known) is not KVSequence or self.sequences.get(known.seq_id) is not known:
             self._check_open(seq)
         if seq.state is not None:
-            close_states(self.pool, seq)
+            rewind.close_states(self.pool, seq)
         else:
-            self.pool.give_back(leaving(seq, 0))
+            self.pool.give_back(rewind.leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
         self.pool.num_computed_tokens -= seq.num_computed_tokens
@@ -898,7 +871,7 @@ class KVCacheManager:
     def num_exclusive_blocks(self, seq: KVSequence) -> int:
         """Return the number of blocks that closing this sequence would free. O(num_blocks)."""
         self._check_open(seq)
-        return num_exclusive(seq)
+        return share.num_exclusive(seq)
 
     def num_shared_blocks(self, seq: KVSequence, *, group: SupportsIndex = 0) -> int:
         """Return the number of leading blocks of a group that have other holders. O(those).
@@ -908,9 +881,8 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: no such group.
         """
-        number = as_int("group", group, 0, len(self.groups) - 1)
         self._check_open(seq)
-        return num_shared(seq.tables[number])
+        return share.num_shared(seq, group)
 
     def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: SupportsIndex = 0) -> int:
         """Count the leading blocks that all these sequences share. O(len(seqs) * blocks shared).
@@ -922,13 +894,10 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: no sequences, or no such group.
         """
-        number = as_int("group", group, 0, len(self.groups) - 1)
         running = as_list("seqs", seqs)
-        if not running:
-            raise InvalidArgumentError("seqs: wanted at least one sequence, got none")
         for seq in running:
             self._check_open(seq)
-        return num_common([seq.tables[number] for seq in running])
+        return share.num_common(running, group)
 
     def snapshot(self) -> Snapshot:
         """Return all contents that can be hit now, for a reader of KV events. O(contents).
@@ -936,13 +905,7 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: the manager was created without `record_events`.
         """
-        if self.events is None:
-            raise InvalidArgumentError(
-                "record_events: wanted 'xxh3-128' or 'sha256' for a snapshot, got None"
-            )
-        return self.events.snapshot(
-            [(group, root) for group, tree in enumerate(self.pool.trees) for root in tree.roots()]
-        )
+        return snapshot(self.events, self.pool.trees)
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters. O(1)."""
@@ -981,7 +944,7 @@ class KVCacheManager:
         self.sequences[seq.seq_id] = seq
         if hits:
             try:
-                kept = kept_hits(self.pool, seq) if seq.retention else ()
+                kept = share.kept_hits(self.pool, seq) if seq.retention else ()
                 self.pool.revive(hits, kept)
             except BaseException:
                 del self.sequences[seq.seq_id]
@@ -990,18 +953,18 @@ class KVCacheManager:
         self._next_seq_id += 1
 
     def _new_sequence(
-        self, packed: array[int], key: bytes | None, items: tuple[MultimodalItem, ...]
+        self,
+        packed: array[int],
+        key: bytes | None,
+        items: tuple[MultimodalItem, ...],
+        boundaries: list[int],
     ) -> KVSequence:
         seq = KVSequence(self, self._next_seq_id, packed, key, self._attention, items)
         seq.opened_at = self.pool.step
         if self._state is not None:
-            seq.state = self._new_states()
+            seq.state = StateTable(self._state.group, self._state.number)
+            seq.state.begin(len(packed), 0, () if key is None else boundaries)
         return seq
-
-    def _new_states(self) -> StateTable | None:
-        """Return an empty table of states; None without a group that keeps them."""
-        group = state_group(self.groups)
-        return None if group is None else StateTable(group, len(self.groups) - 1)
 
     def _check_open(self, seq: KVSequence) -> None:
         known: object = seq  # callers are not all typed

@@ -103,9 +103,9 @@ PLANTED = {
     "a function without end": (
         "model/attention/batch.py", "def run():\n" + "    x = 1\n" * 61, "run has 61 lines"
     ),
-    "a file without end": ("model/attention/batch.py", "x = 1\n" * 531, "531 of code"),
+    "a file without end": ("model/attention/batch.py", "x = 1\n" * 536, "536 of code"),
     "a class without end": (
-        "model/attention/batch.py", "class Batch:\n" + "    x = 1\n" * 530, "531 of code"
+        "model/attention/batch.py", "class Batch:\n" + "    x = 1\n" * 535, "536 of code"
     ),
     "a file of much prose": (
         "model/attention/batch.py", "def f():\n    pass\n" + "# x\n" * 700, "702 lines"

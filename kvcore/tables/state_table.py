@@ -17,12 +17,12 @@ which no tokens have.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from kvcore.block import PIECE_KEY_BYTES, Block
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import NEVER, RecurrentState, SlidingWindow
+from kvcore.tables.groups import NEVER, LayerGroup, RecurrentState, SlidingWindow
 
 
 @final
@@ -141,6 +141,12 @@ class StateTable:
         """Have no state, after the blocks were released. Cannot fail."""
         self.read = self.write = self.kept = []
         self.kept_at = 0
+
+
+def new_states(groups: Sequence[LayerGroup]) -> StateTable | None:
+    """Return an empty table for the last group if that one keeps states; otherwise None."""
+    last = groups[-1]
+    return StateTable(last, len(groups) - 1) if isinstance(last, RecurrentState) else None
 
 
 def is_writable(pieces: list[Block]) -> bool:

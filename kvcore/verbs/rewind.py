@@ -42,7 +42,7 @@ from kvcore.verbs.states import (
 def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Block]:
     """Return the blocks of a sequence in the order of release. O(num_blocks).
 
-    Every one that it holds, or only those of its first `num_tokens` tokens.
+    Every one that it holds, or only those of its first `num_tokens` tokens. States come first.
     """
     runs: list[tuple[int, int, list[Block]]] = []
     for table in seq.tables:
@@ -50,7 +50,7 @@ def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Bl
         if num_tokens is not None:
             stop = min(stop, -(-num_tokens // table.block_size))
         runs.append((table.num_null, table.block_size, table.blocks[table.num_null : stop]))
-    return tail_first(runs)
+    return states_until(seq, num_tokens) + tail_first(runs)
 
 
 def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final, SupportsIndex, cast
 
+from kvcore.arguments import as_int
 from kvcore.block import Block
 from kvcore.content_tree import find_pieces
 from kvcore.errors import InvalidArgumentError
@@ -67,13 +68,8 @@ def describe(
     return packed, key, check_items(as_items(items), 0, len(packed))
 
 
-def share_cached(pool: BlockPool, seq: KVSequence, boundaries: Sequence[int] = ()) -> list[Block]:
+def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
     """Fill the tables of a new, cached sequence with its longest cached prefix. O(its blocks).
-
-    Args:
-        pool: the pool to search.
-        seq: the sequence.
-        boundaries: further positions at which its recurrent states are wanted.
 
     Returns:
         The blocks of the tables; the sequence does not hold them yet.
@@ -93,7 +89,7 @@ def share_cached(pool: BlockPool, seq: KVSequence, boundaries: Sequence[int] = (
     hits = []
     cached, found, junction = find_prefix(pool, seq.tables, seq.state, key, seq.packed, seq.items)
     if seq.state is not None:
-        seq.state.begin(len(seq.packed), cached, [*boundaries, junction])
+        seq.state.begin(len(seq.packed), cached, [*seq.state.wanted, junction])
         seq.state.read = found[-1]
         hits += found[-1]
     if cached:
@@ -211,7 +207,6 @@ def planned(
     items: tuple[MultimodalItem, ...],
     chunk: int | None,
     external: int,
-    num_deferred: int,
 ) -> Plan:
     """Return the blocks that a new sequence would hit and take. Changes nothing.
 
@@ -233,7 +228,7 @@ def planned(
         num_new_blocks=num_new,
         num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
         num_free_blocks=pool.num_free_blocks,
-        num_deferred_blocks=num_deferred,
+        num_deferred_blocks=pool.num_deferred_blocks,
         found=hits,
     )
 
@@ -336,8 +331,13 @@ def num_exclusive(seq: KVSequence) -> int:
     return sum([block.ref_count == 1 for block in held + states_until(seq, None)])
 
 
-def num_shared(table: BlockTable) -> int:
-    """Return the number of leading blocks of a table that have other holders. O(those)."""
+def num_shared(seq: KVSequence, group: SupportsIndex) -> int:
+    """Return the number of leading blocks of a group that have other holders. O(those).
+
+    Raises:
+        InvalidArgumentError: no such group.
+    """
+    table = seq.tables[as_int("group", group, 0, len(seq.tables) - 1)]
     count = 0
     for block in table.blocks[table.num_null :]:
         if block.ref_count < 2:
@@ -346,11 +346,16 @@ def num_shared(table: BlockTable) -> int:
     return count
 
 
-def num_common(tables: Sequence[BlockTable]) -> int:
-    """Return the number of leading blocks that tables share, without null. O(blocks shared).
+def num_common(seqs: Sequence[KVSequence], group: SupportsIndex) -> int:
+    """Return the number of leading blocks that sequences share, without null. O(blocks shared).
 
-    At least one table, all of one group.
+    Raises:
+        InvalidArgumentError: no sequences, or no such group.
     """
+    if not seqs:
+        raise InvalidArgumentError("seqs: wanted at least one sequence, got none")
+    number = as_int("group", group, 0, len(seqs[0].tables) - 1)
+    tables = [seq.tables[number] for seq in seqs]
     first, *others = [table.block_ids for table in tables]
     count = 0 if tables[0].num_null else len(first)
     for block_ids in others:
