@@ -36,7 +36,8 @@ class BatchInvariantNetwork(PagedNetwork):
     """A network whose rows do not depend on each other's number.
 
     Raises:
-        UnsupportedModelError: the backend has no batch-invariant attention, or this is a GPU.
+        UnsupportedModelError: the backend has no batch-invariant attention, this is a GPU, or the
+            network has recurrent layers.
     """
 
     def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
@@ -50,6 +51,11 @@ class BatchInvariantNetwork(PagedNetwork):
                 f"batch_invariant: backend {backend.name} has no batch-invariant attention"
             )
         super().__init__(model, BatchInvariantBackend(backend))  # type: ignore[arg-type]
+        if self.layout.states:
+            raise UnsupportedModelError(
+                "batch_invariant: this model has recurrent layers, which compute a prompt otherwise "
+                "than a token; leave --batch-invariant out"
+            )
 
     def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
         """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""

@@ -1,0 +1,211 @@
+"""Networks with recurrent layers in the engine: the tokens are those of `generate`."""
+
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import backends
+import kvcore
+from kvcore.sanitize import SanitizerError
+from model import EngineConfig, SamplingParams
+from model.attention.recurrent import HeldStates, RecurrentPass
+from model.control.scheduler import Scheduler
+from model.control.submission import Submission
+from model.engine import Engine
+from model.errors import RequestTooLongError, UnsupportedModelError
+from model.load.loader import with_draft
+from tests.model.networks import build, preempt_in_steps
+from tests.model.recurrent_networks import KINDS, NUM_TOKENS, KnowingDrafter, case, engine_of
+
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def tokens_of(engine, kind):
+    """What the engine says to every prompt, and what `generate` says."""
+    wanted = case(kind)[1]
+    done = engine.generate([*map(list, wanted)], PARAMS)
+    kvcore.check(engine.kv)
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    return [one.request.output_tokens for one in done], [*wanted.values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_batch_gives_the_tokens_of_generate(kind):
+    got, wanted = tokens_of(engine_of(kind), kind)
+    assert got == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_7_tokens_hits_and_preemption_change_no_token(kind):
+    engine = engine_of(kind, max_num_batched_tokens=7, max_num_seqs=4, swap_memory_bytes=0)
+    preempt_in_steps(engine, {9, 30, 41})
+    got, wanted = tokens_of(engine, kind)
+    assert got == wanted
+    assert engine.stats.num_hit_tokens > 0
+    assert engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_swapped_states_come_back(kind):
+    engine = engine_of(
+        kind, max_num_batched_tokens=16, swap_memory_bytes=1 << 20, enable_prefix_caching=False
+    )
+    preempt_in_steps(engine, {9, 20, 31})
+    got, wanted = tokens_of(engine, kind)
+    assert got == wanted
+    assert engine.stats.num_loads > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_right_or_wrong_change_no_token(kind):
+    engine = engine_of(kind, drafts="ngram")
+    engine._scheduler._drafter = KnowingDrafter(case(kind)[1])
+    got, wanted = tokens_of(engine, kind)
+    assert got == wanted
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_draft_model_proposes_for_a_network_with_states(kind):
+    model, _ = case(kind)
+    engine = Engine(
+        with_draft(model, build("llama")),
+        backends.get_backend("numba"),
+        EngineConfig(block_size=4, num_blocks=200, draft_model="llama"),
+    )
+    got, wanted = tokens_of(engine, kind)
+    assert got == wanted
+    assert engine.stats.num_draft_tokens > 0
+
+
+def drive(kind, seed, **fixed):
+    """Random sizes, arrivals, samples, priorities, turns, drafts and aborts; checks every token."""
+    draw = random.Random(seed)
+    wanted = case(kind)[1]
+    size = engine_of(kind).config.block_size * draw.choice([1, 1, 2])
+    groups = engine_of(kind).network.layout.groups(size)
+    longest = max(map(len, wanted)) + NUM_TOKENS
+    least = kvcore.peak_blocks(longest, size, groups=groups, chunk=1)
+    sizes = {
+        "block_size": size,
+        "num_blocks": least + 1 + draw.randrange(2 * least),
+        "max_num_batched_tokens": draw.choice([7, 11, 32, 256]),
+        "max_num_seqs": draw.choice([2, 4, 8]),
+        "swap_memory_bytes": draw.choice([0, 1 << 20]),
+        "enable_prefix_caching": draw.random() < 0.8,
+        "sanitize": draw.random() < 0.3,
+        "drafts": draw.choice([None, "ngram"]),
+    }
+    sizes["async_scheduling"] = sizes["drafts"] is None and draw.random() < 0.5
+    engine = engine_of(kind, **(sizes | fixed))
+    if sizes["drafts"]:
+        engine._scheduler._drafter = KnowingDrafter(wanted, seed)
+    todo, requests = draw.choices([*wanted], k=draw.randrange(3, 12)), []
+    while todo or engine.has_unfinished:
+        while todo and draw.random() < 0.5:
+            prompt = todo.pop()
+            params = SamplingParams(max_tokens=draw.choice([1, 5, NUM_TOKENS]), ignore_eos=True)
+            asked = Submission(
+                list(prompt),
+                params,
+                num_samples=draw.choice([1, 1, 3]),
+                priority=draw.randrange(2),
+                boundaries=draw.sample(range(len(prompt)), min(2, len(prompt))),
+            )
+            requests += engine.submit(asked)
+        engine.step() if engine.has_unfinished else None
+        kvcore.check(engine.kv)
+        if engine.running and draw.random() < 0.02:
+            engine.abort(draw.choice(engine.running))
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    for request in requests:
+        output = request.output_tokens
+        assert output == wanted[tuple(request.prompt_tokens)][: len(output)]
+
+
+@given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**20))
+@settings(max_examples=8, deadline=None)
+@example(kind="Qwen3_5TextConfig", seed=0)
+def test_whatever_happens_to_requests_no_token_differs(kind, seed):
+    drive(kind, seed)
+
+
+def _store_drafts(monkeypatch):
+    commit = Scheduler._accept_drafts
+
+    def accept(self, *args):
+        self._keeps_states = False
+        commit(self, *args)
+        self._keeps_states = True
+
+    monkeypatch.setattr(Scheduler, "_accept_drafts", accept)
+
+
+def _read_zeros(monkeypatch):
+    monkeypatch.setattr(HeldStates, "_load", lambda self, key: self.held.get(key))
+
+
+def _write_what_is_read(monkeypatch):
+    init = RecurrentPass.__init__
+
+    def swapped(self, tensors, step, **more):
+        if step.write is not None:
+            step.write.copy_(step.write.where(step.read < 0, step.read))
+        init(self, tensors, step, **more)
+
+    monkeypatch.setattr(RecurrentPass, "__init__", swapped)
+
+
+@pytest.mark.parametrize("planted", [_store_drafts, _read_zeros, _write_what_is_read])
+def test_a_state_that_is_not_the_one_of_its_tokens_is_noticed(monkeypatch, planted):
+    kind = KINDS[0]
+    engine = engine_of(kind, drafts="ngram", max_num_batched_tokens=16)
+    engine._scheduler._drafter = KnowingDrafter(case(kind)[1])
+    planted(monkeypatch)
+    try:
+        got, wanted = tokens_of(engine, kind)
+    except (AssertionError, kvcore.KVCoreError):
+        return
+    assert got != wanted
+
+
+def test_the_sanitizer_sees_a_state_in_the_wrong_blocks(monkeypatch):
+    kind = KINDS[0]
+    write_states = kvcore.write_states
+
+    def shifted(sequences, reads, writes):
+        write_states(sequences, reads, writes)
+        writes[0] += 1
+
+    engine = engine_of(kind, sanitize=True)
+    monkeypatch.setattr(kvcore, "write_states", shifted)
+    with pytest.raises(SanitizerError, match="the state of s0 is"):
+        tokens_of(engine, kind)
+
+
+def test_blocks_are_as_large_as_states_need_and_the_memory_says_so():
+    engine = engine_of("FalconH1Config")
+    assert engine.config.block_size == 12
+    assert "blocks of 12 tokens" in engine.describe_memory()
+    assert "2 layers keep" in engine.describe_memory()
+    assert engine.kv.groups[-1] == kvcore.RecurrentState(2, 0, 12)
+
+
+def test_a_request_whose_states_do_not_fit_is_refused_by_the_flag():
+    engine = engine_of(KINDS[0], num_blocks=4)
+    with pytest.raises(RequestTooLongError, match=r"the KV cache has 3 \(--num-blocks"):
+        engine.add_request([1] * 60, PARAMS)
+
+
+def test_what_cannot_be_exact_with_states_is_refused_in_one_line():
+    model, _ = case(KINDS[0])
+    backend = backends.get_backend("numba")
+    config = EngineConfig(num_blocks=200, draft_model="itself")
+    with pytest.raises(UnsupportedModelError, match=r"^draft_model: wanted a network without rec"):
+        Engine(with_draft(build("llama"), model), backend, config)
+    with pytest.raises(UnsupportedModelError, match=r"^batch_invariant: this model has recurrent"):
+        Engine(model, backend, EngineConfig(num_blocks=200, batch_invariant=True))
+    engine = Engine(model, backend, EngineConfig(num_blocks=200, compile=True))
+    assert engine.prepare() == "eager (tracing: it has recurrent layers)"
