@@ -13,6 +13,7 @@ synchronise with the GPU either).
 Does not know: requests, block tables, which backend runs.
 """
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -173,6 +174,27 @@ def attend(
         query, key, states = (_widened(part, widest) for part in (query, key, states))
     out = paged.attend(layer, query, key, states, terms)
     return out[..., :size].unsqueeze(0), None
+
+
+def follow_layers(network: nn.Module) -> None:
+    """Have modules that serve several layers know the one of each call. O(modules).
+
+    A module that several layers share (Zamba) has no index of its own, and is given one.
+
+    Args:
+        network: its modules are changed for its whole life.
+    """
+
+    def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        del args
+        if "layer_idx" in kwargs:
+            module.layer_idx = kwargs["layer_idx"]  # type: ignore[assignment]
+
+    for module in network.modules():
+        own = getattr(module, "layer_idx", 0)
+        is_shared = own is None or (isinstance(own, int) and own < 0)
+        if is_shared and "layer_idx" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(note, with_kwargs=True)
 
 
 def _tokens_first(states: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ class BatchInvariantNetwork(PagedNetwork):
         super().__init__(model, BatchInvariantBackend(backend))  # type: ignore[arg-type]
         if self.layout.states:
             raise UnsupportedModelError(
-                "batch_invariant: this model has recurrent layers, which compute a prompt otherwise "
-                "than a token; leave --batch-invariant out"
+                "batch_invariant: this model has recurrent layers, which compute a prompt in other "
+                "steps than a token; leave --batch-invariant out"
             )
 
     def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from model.attention.attention import IMPLEMENTATION
+from model.attention.attention import IMPLEMENTATION, follow_layers
 from model.attention.recurrent import RecurrentPass, Run, Spy, StateStep, divide
 from model.caches.states import StateShape, StateTensors, aligned, state_views
 from model.errors import UnsupportedModelError
@@ -53,6 +53,7 @@ def find_states(network: PreTrainedModel, device: torch.device) -> tuple[StateSh
         UnsupportedModelError: a module attends and keeps a state in one.
     """
     network.set_attn_implementation(IMPLEMENTATION)
+    follow_layers(network)
     spy, token = Spy(), torch.zeros((1, 1), dtype=torch.int64, device=device)
     hooks = [
         hook

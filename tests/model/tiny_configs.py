@@ -113,7 +113,14 @@ EXTRA |= {
     "JambaConfig": {"": {"attn_layer_period": 2, "attn_layer_offset": 1}},
     "Mamba2Config": {"": {"num_heads": 4, "head_dim": 32, "n_groups": 1}},
     "NemotronHConfig": {"": {"n_groups": 1, "time_step_min": 1e-9}},
-    "Zamba2Config": {"": {"n_mamba_heads": 4, "mamba_headdim": 32}},
+    "Zamba2Config": {
+        "": {
+            "n_mamba_heads": 4,
+            "mamba_headdim": 32,
+            "hybrid_layer_ids": [1],
+            "time_step_min": 1e-9,
+        }
+    },
     "CohereCompassTextConfig": {"": {"rope_parameters": {"full_attention": rope("default")}}},
     "DbrxConfig": {"": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}}},
     "Dots3NoteTextConfig": {"": {"num_attention_heads": 4, "num_key_value_heads": 4}},
