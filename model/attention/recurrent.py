@@ -15,6 +15,7 @@ pass without this cache runs as if the modules were not wrapped.
 Does not know: which blocks a sequence has, which modules keep states (`load/recurrence.py`).
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -325,6 +326,12 @@ def divide(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if not isinstance(module.forward, _Divided):
             module.forward = _Divided(module)
+
+
+def cache_argument(network: nn.Module) -> str:
+    """What a network calls the cache of a pass. O(1)."""
+    known = inspect.signature(network.forward).parameters
+    return "cache_params" if "cache_params" in known else "past_key_values"
 
 
 def is_divided(network: nn.Module) -> bool:

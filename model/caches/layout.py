@@ -116,7 +116,12 @@ class CacheLayout:
         return num_blocks * block_size * self.slot_bytes
 
     def page_bytes(self, block_size: int) -> int:
-        """Bytes of a block whose places lie together. O(num_places)."""
+        """Bytes of a block whose places lie together; of a layer's state if no layer attends.
+
+        O(num_places + states).
+        """
+        if not self.layers:
+            return max(layer_bytes(self.states))
         return sum(aligned(block_size * size) for sizes in self.place_bytes for size in sizes)
 
     def fitting_block_size(self, block_size: int) -> int:
@@ -169,10 +174,12 @@ def plan_layout(
     """Give every layer its group and place. O(num_layers ** 2).
 
     Args:
-        layers: those that attend, in the order of the network, at least one.
+        layers: those that attend, in the order of the network; none only where there are states.
         indices: the index of each in the network; None: all layers attend.
         states: what recurrent layers keep of a sequence.
     """
+    if not layers:  # a group for the tokens
+        return CacheLayout((), {}, (None,), (None,), (), (), tuple(states))
     kinds: dict[tuple[int, int], list[int]] = {}  # by chunk and window; 0: none
     for number, layer in enumerate(layers):
         if layer.reads is None:

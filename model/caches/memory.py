@@ -206,12 +206,10 @@ def _layers(layout: CacheLayout) -> str:
     parts = [f"{count} layers see {_seen(*kind)}" for kind, count in sorted(counts.items())]
     groups, readers = len(layout.windows), len(layout.layers) - len(own)
     recurrent = len({state.key.layer for state in layout.states})
-    return (
-        ", ".join(parts)
-        + (f", in {groups} groups" if groups > 1 else "")
-        + (f", {readers} layers read the KV of others" if readers else "")
-        + (f", {recurrent} layers keep {show_bytes(layout.state_bytes)}" if recurrent else "")
-    )
+    parts += [f"in {groups} groups"] if groups > 1 else []
+    parts += [f"{readers} layers read the KV of others"] if readers else []
+    kept = show_bytes(layout.state_bytes)
+    return ", ".join(parts + ([f"{recurrent} layers keep {kept}"] if recurrent else []))
 
 
 def _seen(chunk: int, window: int) -> str:

@@ -23,6 +23,9 @@ from torch import Tensor
 ALIGNMENT = 64
 """Bytes; at least what a kernel reads at once."""
 
+_EMPTY_TOKENS = 512
+"""Of a block without keys and values, at least: it takes a page all the same."""
+
 
 class StateKey(NamedTuple):
     """Which tensor of a state.
@@ -80,15 +83,18 @@ def fitting_block_size(shapes: Sequence[StateShape], block_size: int, slot_bytes
     """The block size itself if its pages hold the state of a layer, otherwise a multiple of it.
 
     Larger pages hold more layers each, so fewer are needed: the multiple is the one for which one
-    state and one page of keys and values take the fewest bytes together. O(layers ** 2).
+    state and one page of keys and values take the fewest bytes together. Where no layer attends,
+    blocks of tokens are empty pages, so they have many tokens. O(layers ** 2).
 
     Args:
         shapes: of the network's states.
         block_size: tokens.
-        slot_bytes: of a token's keys and values in one block; at least 1.
+        slot_bytes: of a token's keys and values in one block; 0: no layer attends.
     """
     sizes = layer_bytes(shapes)
     unit_bytes = block_size * slot_bytes
+    if not slot_bytes:
+        return -(-_EMPTY_TOKENS // block_size) * block_size
     if max(sizes) <= unit_bytes:
         return block_size
     costs: list[tuple[int, int]] = []

@@ -20,7 +20,7 @@ import backends
 from model.attention.attention import PagedPass
 from model.attention.batch import StepTensors
 from model.attention.latents import absorb
-from model.attention.recurrent import RecurrentPass
+from model.attention.recurrent import RecurrentPass, cache_argument
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
@@ -73,6 +73,7 @@ class PagedNetwork:
         self.rope = rope_switch(self._network)
         absorb(self._network, backend.capabilities.max_latent_dim)
         self._recurrence = probe_recurrence(self._network, backend.device)
+        self._cache_argument = cache_argument(self._network)
         states = self._recurrence.shapes
         shapes = probe_layers(self._network, backend.device, keeps_states=bool(states))
         longest = model.max_positions or _POSITIONS
@@ -292,7 +293,7 @@ class PagedNetwork:
         if not self.layout.states:
             return {}
         if step.states is None:  # a prompt that stores nothing
-            return {"past_key_values": RecurrentPass.of_fresh([step.input_ids.shape[1]])}
+            return {self._cache_argument: RecurrentPass.of_fresh([step.input_ids.shape[1]])}
         one_by_one = self._recurrence.token_by_token
         states = RecurrentPass(self.caches.states, step.states, token_by_token=one_by_one)
-        return {"past_key_values": states}
+        return {self._cache_argument: states}

@@ -33,7 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import backends
 from model.attention.attention import IMPLEMENTATION, attend
 from model.attention.positions import RowsElsewhere, report_positions
-from model.attention.recurrent import RecurrentPass, is_divided
+from model.attention.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.rope import RopeSwitch
 from model.caches.layout import LayerShape
 from model.errors import UnsupportedModelError
@@ -298,7 +298,7 @@ def probe_layers(
     config = model.config.get_text_config()
     num_layers: int = config.num_hidden_layers
     missing = sorted(set(range(num_layers)) - set(probe.shapes))
-    if (missing and not keeps_states) or not probe.shapes or max(probe.shapes) >= num_layers:
+    if (missing and not keeps_states) or max(probe.shapes, default=0) >= num_layers:
         raise UnsupportedModelError(
             f"{name}: wanted every one of {num_layers} layers to attend through "
             f"Transformers' AttentionInterface with a cache of its own, layers {missing} do not"
@@ -460,7 +460,7 @@ def _misplaced(
         cached, alone = _Alone(row=0), _Alone(row=0, elsewhere=(rows := RowsElsewhere(1, position)))
         with nullcontext() if rope is None else rope.choosing(is_long):
             length = RecurrentPass.of_fresh([1], position)
-            _run(model, device, token, [position], cached, past_key_values=length)
+            _run(model, device, token, [position], cached, **{cache_argument(model): length})
             with rows:
                 _run(model, device, token, [position], alone)
         reason = _difference(
@@ -511,7 +511,7 @@ def _run(
     **more: object,
 ) -> None:
     if is_divided(model):  # each token is a sequence of its own
-        more = {"past_key_values": RecurrentPass.of_fresh([1] * len(tokens))} | more
+        more = {cache_argument(model): RecurrentPass.of_fresh([1] * len(tokens))} | more
     with torch.inference_mode():
         model(
             input_ids=torch.tensor([tokens], device=device),

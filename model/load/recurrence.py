@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from model.attention.attention import IMPLEMENTATION, follow_layers
-from model.attention.recurrent import RecurrentPass, Run, Spy, StateStep, divide
+from model.attention.recurrent import RecurrentPass, Run, Spy, StateStep, cache_argument, divide
 from model.caches.states import StateShape, StateTensors, aligned, state_views
 from model.errors import UnsupportedModelError
 
@@ -185,7 +185,7 @@ def _run(
             input_ids=tokens,
             position_ids=positions,
             use_cache=False,
-            past_key_values=cache,
             logits_to_keep=torch.arange(tokens.shape[1], device=tokens.device),
             paged=paged,
+            **{cache_argument(network): cache},
         )

@@ -46,7 +46,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "index_n_heads"), 8),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_conv"), 4),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
-    **dict.fromkeys(("mamba_head_dim", "mamba_d_head", "index_head_dim"), 32),
+    **dict.fromkeys(("mamba_head_dim", "mamba_headdim", "mamba_d_head", "index_head_dim"), 32),
     **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size"), WINDOW),
     **dict.fromkeys(("attention_window_size",), WINDOW),
     "attention_chunk_size": CHUNK,
@@ -114,12 +114,7 @@ EXTRA |= {
     "Mamba2Config": {"": {"num_heads": 4, "head_dim": 32, "n_groups": 1}},
     "NemotronHConfig": {"": {"n_groups": 1, "time_step_min": 1e-9}},
     "Zamba2Config": {
-        "": {
-            "n_mamba_heads": 4,
-            "mamba_headdim": 32,
-            "hybrid_layer_ids": [1],
-            "time_step_min": 1e-9,
-        }
+        "": {"n_mamba_heads": 4, "hybrid_layer_ids": [1], "time_step_min": 1e-9},
     },
     "CohereCompassTextConfig": {"": {"rope_parameters": {"full_attention": rope("default")}}},
     "DbrxConfig": {"": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}}},
