@@ -31,6 +31,8 @@ NEAR = {  # a planted bug, or the first word of its name: the rules that are nea
     "loads": (*LIVES, *LOADS, "reserve", "tick"),
     "loads_join_after_a_gap": ("load_a_prefix", "close"),
     "loads_join_whatever_the_tokens_are_now": ("load_a_prefix", "close"),
+    "loads_keep_what_is_out_of_sight": ("load_a_prefix", "close"),
+    "loads_leak_what_comes_too_late": ("load_a_prefix", "close"),
     "look": (*LIVES, "keep_for_later", "come_back_under_pressure"),
     "manager_keeps_a_scrambled_order_at_a_reset": (*LIVES, "reset"),
     "manager_overwrites_what_a_fork_shares": (*LIVES, "diverge", "edit"),
