@@ -19,7 +19,7 @@ from kvcore.errors import InvalidArgumentError
 _Item = TypeVar("_Item")
 
 MAX_COUNT: Final = 2**62 - 1
-"""The largest number of tokens of one sequence that a call accepts."""
+"""The largest number of tokens, blocks or steps that a call accepts."""
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -51,13 +51,13 @@ def as_bool(name: str, value: object) -> bool:
 
 
 def as_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
-    """Return `value` as an int within [minimum, maximum]. O(1).
+    """Return `value` as an int within [minimum, maximum]; None: at most `MAX_COUNT`. O(1).
 
     Raises:
         InvalidArgumentError: not an integer, or out of range.
     """
     if type(value) is int:
-        if value >= minimum and (maximum is None or value <= maximum):
+        if minimum <= value <= (MAX_COUNT if maximum is None else maximum):
             return value
         number = value
     else:
@@ -69,8 +69,10 @@ def as_int(name: str, value: object, minimum: int, maximum: int | None = None) -
             raise InvalidArgumentError(
                 f"{name}: wanted an integer, got {type(value).__name__} {value!r}"
             ) from None
-    if number < minimum or (maximum is not None and number > maximum):
-        wanted = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+    most = MAX_COUNT if maximum is None else maximum
+    if not minimum <= number <= most:
+        is_open = maximum is None and number < minimum
+        wanted = f"at least {minimum}" if is_open else f"{minimum} to {most}"
         # Python refuses to print integers of thousands of digits.
         came = str(number) if number.bit_length() < 1024 else f"one of {number.bit_length()} bits"
         raise InvalidArgumentError(f"{name}: wanted {wanted}, got {came}")
@@ -93,10 +95,6 @@ def as_list(name: str, values: Iterable[_Item]) -> list[_Item]:
     return list(values)
 
 
-def _as_count(name: str, number: object) -> int:
-    return as_int(name, as_int(name, number, 0), 0, MAX_COUNT)
-
-
 _ONES = repeat(1)
 
 
@@ -109,11 +107,11 @@ def as_counts(name: str, numbers: SupportsIndex | Sequence[SupportsIndex], count
     if type(numbers) is int and 0 <= numbers <= MAX_COUNT:
         return [numbers] * count
     if not hasattr(numbers, "__iter__"):
-        return [_as_count(name, numbers)] * count
+        return [as_int(name, numbers, 0)] * count
     if type(numbers) is list and len(numbers) == count and all(map(operator.is_, numbers, _ONES)):
         return [1] * count  # in C: a decode step has hundreds
     found = [
-        number if type(number) is int and 0 <= number <= MAX_COUNT else _as_count(name, number)
+        number if type(number) is int and 0 <= number <= MAX_COUNT else as_int(name, number, 0)
         for number in numbers
     ]
     if len(found) != count:

@@ -266,7 +266,7 @@ class KVCacheManager:
         known: object = seq  # callers are not all typed
         if (
             type(num_tokens) is int
-            and num_tokens >= 0
+            and 0 <= num_tokens <= MAX_COUNT
             and type(known) is KVSequence
             and known.owner is self
         ):
@@ -355,7 +355,7 @@ class KVCacheManager:
         Raises:
             SequenceTooLongError: the sequence would have more than `max_model_len` tokens.
         """
-        count = as_int("num_tokens", num_tokens, 0, MAX_COUNT)
+        count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
         check_length(seq.num_tokens + count, self.max_model_len)
         seq.num_unknown_tokens += count
@@ -404,7 +404,7 @@ class KVCacheManager:
         known: object = seq  # callers are not all typed
         if (
             type(num_tokens) is int
-            and num_tokens >= 0
+            and 0 <= num_tokens <= MAX_COUNT
             and type(known) is KVSequence
             and known.owner is self
         ):

@@ -273,7 +273,7 @@ def _refuse_slots(seq: KVSequence, table: BlockTable, count: int | None) -> NoRe
     if count is None:
         raise NotReservedError(f"{seq!r} has no block for its next token: call reserve first")
     room = len(table.blocks) * table.block_size - seq.num_computed_tokens
-    count = as_int("counts", count, 0, 2**62)  # what is beyond may be too long to print
+    count = as_int("counts", count, 0)  # what is beyond may be too long to print
     raise NotReservedError(
         f"counts: {seq!r} has blocks for {room} tokens after the computed ones, got {count}"
     )

@@ -575,3 +575,26 @@ def test_a_wish_has_its_bounds(field, most):
     for wrong in (0, most + 1):
         with pytest.raises(kvcore.InvalidArgumentError, match=f"{field}: wanted 1 to {most}"):
             kvcore.Retention(0, 4, **{field: wrong})
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "can_reserve", "commit", "expect", "lease", "num_missing_blocks", "plan", "reserve",
+        "reserve_to", "step", "tick", "truncate",
+    ],
+)  # fmt: skip
+def test_a_number_that_python_refuses_to_print_is_refused_by_name(verb):
+    kv = kvcore.KVCacheManager(8, 4)
+    seq = kv.open([1, 2, 3])
+    huge = 10**6000
+    calls = {
+        "lease": lambda: kv.lease(seq, max_steps=huge),
+        "plan": lambda: kv.plan([1], chunk=huge),
+        "step": lambda: kv.step([seq], huge, [1]),
+        "tick": lambda: kv.tick(huge),
+    }
+    with pytest.raises(kvcore.InvalidArgumentError, match=r": wanted \d to \d+, got one of"):
+        calls.get(verb, lambda: getattr(kv, verb)(seq, huge))()
+    assert seq.num_tokens == 3
+    assert kv.num_free_blocks == 7

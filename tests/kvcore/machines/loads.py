@@ -98,8 +98,8 @@ class LoadRules(ManagerVerbs):
         retain=RETENTIONS,
         chunk=st.integers(1, 9),
         meanwhile=st.sampled_from(["nothing", *MEANWHILE]),
-        known=st.sampled_from([0, 0, 3, 4, 8]),
-        number=st.integers(0, 12),
+        known=st.sampled_from([0, 0, 3, 4, 5, 8]),
+        number=st.sampled_from([0, 0, 1, 3, 4, 5, 7, 8, 12]),
     )
     def load_a_prefix(self, prompt, left, retain, chunk, meanwhile, known, number):
         """What an engine does: plan, load all but the end of a prompt, compute that.
