@@ -1,5 +1,8 @@
 """Which architectures can run with a paged cache.
 
+Layers have to attend to all tokens, a window or a chunk, or to keep a state in the cache that
+Transformers passes on (`recurrence.py`).
+
 Decides: from a configuration, and from a pass through the network without weights (on PyTorch's
 meta device), whether a network may run, before any weight is read. The probes of the real network
 (`probes.py`) decide in the end.
@@ -28,18 +31,12 @@ from model.load.probes import probe_layers
 from model.load.recurrence import find_states
 
 _SERVED = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE = "a recurrent state outside Transformers' cache"
 _KINDS = (  # a part of the name of a layer's type or class, and what it is
-    ("mamba", "a state space, whose state is not paged"),
-    ("mixer", "a state space, whose state is not paged"),
-    ("rwkv", "a recurrent state, which is not paged"),
-    ("lstm", "a recurrent state, which is not paged"),
-    ("recurrent", "a recurrent state, which is not paged"),
-    ("linear_attention", "linear attention or another recurrent state, which is not paged"),
-    ("linearattention", "linear attention, whose state is not paged"),
-    ("lightning", "linear attention, whose state is not paged"),
-    ("delta", "linear attention, whose state is not paged"),
-    ("conv", "a convolution, whose last inputs are not paged"),
-    ("hybrid", "attention beside another state, which is not paged"),
+    *((part, _STATE) for part in ("mamba", "mixer", "rwkv", "lstm", "recurrent", "delta")),
+    *((part, _STATE) for part in ("linear_attention", "linearattention", "lightning")),
+    ("conv", "a convolution whose last inputs are outside Transformers' cache"),
+    ("hybrid", "attention beside a state"),
     ("index", "sparse attention, whose index is not paged"),
     ("sparse_attention", "sparse attention over what is not paged"),
     ("sparseattention", "sparse attention over what is not paged"),
@@ -51,7 +48,7 @@ _KINDS = (  # a part of the name of a layer's type or class, and what it is
 def check_architecture(
     config: PreTrainedConfig, network_type: type[PreTrainedModel] | None = None
 ) -> None:
-    """Refuse what a paged cache of full, sliding or chunked attention cannot serve. O(num_layers).
+    """Refuse what a paged cache of keys, values and states cannot serve. O(num_layers).
 
     A network with unsupported layers is built without weights, to describe them.
 
@@ -143,7 +140,10 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
         [(name, places) for name, places in names.items() if _kind(name)],
     ):
         if found:
-            return f"wanted layers of full, sliding or chunked attention, {_listed(found)}"
+            return (
+                f"wanted layers of full, sliding or chunked attention, or with states in "
+                f"Transformers' cache, {_listed(found)}{failure}"
+            )
     attending = [
         (name, places) for name, places in names.items() if re.search(r"Att(ention|n)$", name)
     ]

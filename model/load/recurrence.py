@@ -50,7 +50,8 @@ def find_states(network: PreTrainedModel, device: torch.device) -> tuple[StateSh
         of our own.
 
     Raises:
-        UnsupportedModelError: a module attends and keeps a state in one.
+        UnsupportedModelError: a module attends and keeps a state in one, or a network that keeps
+            states attends in a way that a paged cache does not support.
     """
     network.set_attn_implementation(IMPLEMENTATION)
     follow_layers(network)
@@ -65,6 +66,10 @@ def find_states(network: PreTrainedModel, device: torch.device) -> tuple[StateSh
     ]
     try:
         _run(network, token, token, spy, spy.cache)
+    except UnsupportedModelError as error:
+        if spy.modules:  # otherwise it is for others to say what is wrong
+            raise UnsupportedModelError(f"{type(network).__name__}: {error}") from error
+        return ()
     except Exception:  # noqa: BLE001  # a class of Transformers may raise any error
         return ()
     finally:
