@@ -338,16 +338,23 @@ class PoolFrames:
             self._clear(one, computed)
             one.sequence = sequence
         if sequence is not None:
-            num_hit = sequence.num_cached_tokens if is_new else 0
-            for group, table in enumerate(sequence.tables):
-                if table.block_ids != one.tables[group]:
-                    num_entries = num_hit // table.block_size
-                    self._change(one, group, table.block_ids[:], num_hit=num_entries)
+            self._look_at_tables(one, sequence, sequence.num_cached_tokens if is_new else 0)
             if self._label is not None and not one.is_named and one.tables[0]:
                 one.is_named = True
                 one.label = self._label(request)
                 if one.label:
                     frame.labels[number] = one.label
+
+    def _look_at_tables(self, one: _Seen, sequence: kvcore.KVSequence, num_hit: int) -> None:
+        """Note the tables that have changed; the blocks of states are shown as one more."""
+        for group, table in enumerate(sequence.tables):
+            if table.block_ids != one.tables[group]:
+                num_entries = num_hit // table.block_size
+                self._change(one, group, table.block_ids[:], num_hit=num_entries)
+        if sequence.state is not None:
+            blocks = array("I", [block.block_id for block in sequence.state.blocks()])
+            if blocks != one.tables[-1]:
+                self._change(one, len(one.tables) - 1, blocks)
 
     def _let_go(self, one: _Seen, frame: Frame) -> None:
         request, reason = one.request, one.request.finish_reason

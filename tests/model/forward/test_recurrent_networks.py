@@ -18,6 +18,7 @@ from model.errors import RequestTooLongError, UnsupportedModelError
 from model.load.loader import with_draft
 from tests.model.networks import build, preempt_in_steps
 from tests.model.recurrent_networks import KINDS, NUM_TOKENS, KnowingDrafter, case, engine_of
+from tests.model.view.replay import Replay
 
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -209,3 +210,21 @@ def test_what_cannot_be_exact_with_states_is_refused_in_one_line():
         Engine(model, backend, EngineConfig(num_blocks=200, batch_invariant=True))
     engine = Engine(model, backend, EngineConfig(num_blocks=200, compile=True))
     assert engine.prepare() == "eager (tracing: it has recurrent layers)"
+
+
+def test_the_recorded_pool_shows_states_as_a_table_of_their_own():
+    engine = engine_of(KINDS[0])
+    recorder = engine.record()
+    recorder.record_pool(engine.model.codec.decode)
+    tokens_of(engine, KINDS[0])
+    document = recorder.pool_document()
+    assert [group["kind"] for group in document["groups"]] == ["FullAttention", "RecurrentState"]
+    replay, shown = Replay(document), 0
+    for frame in document["frames"]:
+        replay.apply(frame)
+        tables = replay.held()
+        blocks = [block for table in tables.values() for block in {*table} - {0}]
+        assert len(blocks) >= frame["counts"]["used"]
+        shown += any(group == 1 for _, group in tables)
+    assert shown > NUM_TOKENS
+    assert not replay.held()
