@@ -106,7 +106,12 @@ class EngineConfig(StepLimits):
         above=0,
         most=1,
     )
-    block_size: int = setting(16, help="tokens in a KV cache block", least=1, most=MAX_BLOCK_SIZE)
+    block_size: int = setting(
+        16,
+        help="tokens in a KV cache block; a multiple of it where recurrent states need larger ones",
+        least=1,
+        most=MAX_BLOCK_SIZE,
+    )
     enable_prefix_caching: bool = setting(
         True,
         help="prefix caching: reuse the blocks of a cached prefix instead of recomputing it",
