@@ -1,0 +1,44 @@
+"""Recurrent states in single programs: each was wrong once."""
+
+import kvcore
+
+
+def manager(num_blocks=20, every=0):
+    groups = [kvcore.FullAttention(), kvcore.RecurrentState(1, every)]
+    return kvcore.KVCacheManager(num_blocks, 2, groups=groups)
+
+
+def compute(kv, seq, *counts):
+    for count in counts:
+        kv.reserve(seq, count)
+        kv.commit(seq, count)
+    return seq
+
+
+def test_a_plan_has_room_beside_a_loaded_state_that_others_can_find():
+    kv = manager()
+    plan = kv.plan([0] * 13, num_external=12)
+    assert (
+        plan.num_new_blocks == kvcore.peak_blocks(13, 2, groups=kv.groups, num_external=12) == 7 + 2
+    )
+    assert kvcore.peak_blocks(12, 2, groups=kv.groups, num_external=12) == 6 + 1
+
+
+def test_a_plan_without_a_look_up_has_room_beside_the_state_that_is_published():
+    kv = manager()
+    assert kv.plan([0] * 5, chunk=4, skip_reading=True).num_new_blocks == 3 + 2
+    assert kv.plan([0] * 5, chunk=4, namespace=None).num_new_blocks == 3 + 1
+
+
+def test_a_leased_state_is_replaced_once_and_then_a_step_needs_another():
+    kv = manager()
+    seq = compute(kv, kv.open([0], namespace=None), 1)
+    kv.lease(seq)
+    assert kv.num_missing_blocks(seq, 1) == 0
+    assert kv.num_missing_blocks(seq, 3, chunk=1) == 1 + 1
+
+
+def test_what_a_sequence_takes_in_steps_has_room_for_the_state_that_it_keeps():
+    kv = manager()
+    seq = compute(kv, kv.open([0] * 3), 3)
+    assert kv.num_missing_blocks(seq, 2, chunk=1) == 1 + 1  # it keeps the state after 4 tokens
