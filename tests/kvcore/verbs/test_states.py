@@ -42,3 +42,23 @@ def test_what_a_sequence_takes_in_steps_has_room_for_the_state_that_it_keeps():
     kv = manager()
     seq = compute(kv, kv.open([0] * 3), 3)
     assert kv.num_missing_blocks(seq, 2, chunk=1) == 1 + 1  # it keeps the state after 4 tokens
+
+
+def test_a_state_of_unknown_tokens_is_found_once_they_are_known_whatever_else_a_step_does():
+    kv = manager(every=4)
+    seq = compute(kv, kv.open([0, 0]), 2)
+    kv.expect(seq, 3)
+    compute(kv, seq, 2)
+    kv.reserve(seq, 1)
+    kv.step([seq], 1, [1, 1], num_known=2)
+    assert kv.plan([0, 0, 1, 1, 1]).num_cached_tokens == 4
+
+
+def test_a_state_that_is_kept_at_a_reset_is_not_published_after_it():
+    kv = manager(every=4)
+    seq = compute(kv, kv.open([0, 0]), 2)
+    kv.expect(seq, 2)
+    compute(kv, seq, 2)
+    kv.reset()
+    kv.resolve(seq, [1, 1])
+    assert kv.stats().num_cached_blocks == 0
