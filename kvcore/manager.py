@@ -233,8 +233,7 @@ class KVCacheManager:
         packed, key, checked = share.describe(tokens, namespace, items, self.max_model_len)
         external = as_int("num_external", num_external, 0, len(packed))
         is_blind = as_bool("skip_reading", skip_reading)
-        key = key if self.enable_caching else None
-        about = packed, key, checked, width, external
+        about = packed, key if self.enable_caching else None, checked, width, external
         return share.planned(self.pool, self._shapes, self._state, *about, is_blind=is_blind)
 
     def chunk_length(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
@@ -245,7 +244,8 @@ class KVCacheManager:
         """
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        state, computed = seq.state, seq.num_computed_tokens
+        state = None if seq.namespace_key is None else seq.state
+        computed = seq.num_computed_tokens
         return count if state is None else min(count, state.next_stop(computed) - computed)
 
     def reserve(

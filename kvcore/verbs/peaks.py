@@ -67,7 +67,7 @@ def peak_blocks(
     state = state_group(resolved)
     if state is None or not total:
         return most
-    return most + num_state_blocks(state, total, 0, start, chunk)
+    return most + num_state_blocks(state, total, 0, start, None if chunk is None else width)
 
 
 def num_state_blocks(

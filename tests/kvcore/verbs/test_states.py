@@ -62,3 +62,9 @@ def test_a_state_that_is_kept_at_a_reset_is_not_published_after_it():
     kv.reset()
     kv.resolve(seq, [1, 1])
     assert kv.stats().num_cached_blocks == 0
+
+
+def test_a_sequence_that_is_not_cached_is_computed_in_long_steps():
+    kv = manager(every=4)
+    assert kv.chunk_length(kv.open([0] * 9, namespace=None), 9) == 9
+    assert kv.chunk_length(kv.open([0] * 9), 9) == 4
