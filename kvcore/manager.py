@@ -232,10 +232,9 @@ class KVCacheManager:
         width = None if chunk is None else as_int("chunk", chunk, 1)
         packed, key, checked = share.describe(tokens, namespace, items, self.max_model_len)
         external = as_int("num_external", num_external, 0, len(packed))
-        if as_bool("skip_reading", skip_reading) or not self.enable_caching:
-            key = None
-        shapes = self._shapes, self._state
-        return share.planned(self.pool, *shapes, packed, key, checked, width, external)
+        is_blind = as_bool("skip_reading", skip_reading)
+        about = packed, key if self.enable_caching else None, checked, width, external
+        return share.planned(self.pool, self._shapes, self._state, *about, is_blind=is_blind)
 
     def chunk_length(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
         """Return how many of the next `num_tokens` tokens one step should compute. O(log).
@@ -245,7 +244,8 @@ class KVCacheManager:
         """
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        state, computed = seq.state, seq.num_computed_tokens
+        state = None if seq.namespace_key is None else seq.state
+        computed = seq.num_computed_tokens
         return count if state is None else min(count, state.next_stop(computed) - computed)
 
     def reserve(

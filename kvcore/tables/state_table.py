@@ -102,6 +102,19 @@ class StateTable:
             stop = min(stop, (num_tokens // every + 1) * every)
         return stop
 
+    def next_kept(self, num_computed: int) -> int:
+        """Return the next position whose state stays beside the one that is written then. O(log).
+
+        Later ones need no further blocks.
+        """
+        stop = self.next_stop(num_computed)
+        if is_writable(self.kept) and (self.write or self.kept is not self.read):
+            return stop  # its blocks are written at the next boundary
+        if self.kept is self.read and self.kept:
+            return num_computed
+        size = self.block_size
+        return min(stop, -(-max(num_computed + 1, self.prompt) // size) * size)
+
     def room(self, num_computed: int) -> int:
         """Return how many tokens have room for their state after `num_computed` ones. O(1)."""
         return NEVER if self.write else num_computed

@@ -102,6 +102,7 @@ class Driver:
         paths = self._paths(roots, asked, things)
         request = Request(name, handle, asked, tenant, self.epoch, roots, paths, items=things)
         request.cached = request.computed = as_count("begin", cached)
+        request.boundary = (len(asked) - 1) // self.block_size * self.block_size
         if not 0 <= request.cached < len(asked):
             self.program.broken(
                 "P14",
@@ -116,6 +117,7 @@ class Driver:
         self.live.append(request)
         if Promise.HOLD in self.promises:
             request.tables = self.watch.tables(request)
+            request.states = self.watch.states(request)
             self.watch.accept_hits(request)
         self.agree()
         return request
@@ -141,6 +143,9 @@ class Driver:
             self.watch.accept_hits(request)
         has_groups = Promise.GROUPS in self.promises
         fresh = self.watch.fresh(request, tables) if has_groups else [as_ids("reserve", answer)]
+        states = self.watch.states(request)
+        known = set(request.blocks)
+        fresh.append([b for state in states[1:2] for b in state if b not in known])
         num_taken = max(needed[0], sum(map(len, fresh)))
         if num_taken > before[0]:
             self.program.broken(
@@ -151,7 +156,7 @@ class Driver:
             table = [*request.block_table, *fresh[0]]
             self.program.expect("P16", f"the table of {request.name}", table, tables[0])
         self.watch.check_cover(request, tables, request.computed + num_tokens)
-        request.tables = tables
+        request.tables, request.states = tables, states
         self.agree()
         return True
 
@@ -160,12 +165,17 @@ class Driver:
         self.program.step("commit", request.name, num_tokens)
         stop = request.computed + num_tokens
         self._write(request, request.computed, stop)
+        if request.states and num_tokens:
+            if not request.states[1]:
+                self.program.broken("P14", f"{request.name} has no block for its next state")
+            self.memory.advance(request, stop, request.states[1])
         self.program.call("commit", request, num_tokens)
         request.computed = stop
         tables = self.watch.tables(request)
         if Promise.STABLE in self.promises:
             self.program.expect("P16", f"the table of {request.name}", tables, request.tables)
         before, request.tables = request.blocks, tables
+        request.states = self.watch.states(request)
         self.memory.release(before, self.watch.held(self.live))
         self.agree()
 
@@ -445,7 +455,8 @@ class Driver:
             self.seen["full hits"] += 1
         if Promise.KEEP not in self.promises and Promise.REUSE not in self.promises:
             return
-        wanted = self.memory.expected(request.paths, at_once=Promise.KEEP not in self.promises)
+        at_once, has_states = Promise.KEEP not in self.promises, Promise.STATES in self.promises
+        wanted = self.memory.expected(request.paths, at_once=at_once, needs_state=has_states)
         if request.cached < wanted:
             self.program.broken(
                 "P24", f"{request.name} hits {request.cached} tokens: {wanted} are cached"
@@ -470,6 +481,7 @@ class Driver:
     def _hand_out(self, request: Request, fresh: list[list[int]]) -> None:
         """P1, P12, P15: blocks that are new to a request, for each of its layer groups."""
         self.watch.check_new(request, [b for ids in fresh for b in ids], self.live)
-        for group, ids in enumerate(fresh):
+        for number, ids in enumerate(fresh):
+            group = number if number < len(request.paths) else 0  # states come last
             for block_id in ids:
                 self.seen["evictions"] += self.memory.hand_out(block_id, request, group)

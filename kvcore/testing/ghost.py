@@ -72,6 +72,9 @@ class Request:
         unknown: the number of its last tokens that the allocator does not know yet.
         items: the multimodal items over its positions.
         num_away: the number of its blocks that the host holds while it is swapped out.
+        states: the blocks that the adapter named last: of the state that it reads, of the one that
+            it writes, and others.
+        boundary: the last whole block of its prompt ends there, without the last token.
     """
 
     name: str
@@ -87,6 +90,8 @@ class Request:
     unknown: int = 0
     items: tuple[Item, ...] = ()
     num_away: int = 0
+    states: Tables = field(default_factory=list)
+    boundary: int = 0
 
     @property
     def block_table(self) -> list[int]:
@@ -105,8 +110,9 @@ class Request:
 
     @property
     def blocks(self) -> list[int]:
-        """The ids in all its tables."""
-        return [block_id for table in self.tables for block_id in table]
+        """The ids in all its tables, and each of its states' once."""
+        named = [block_id for table in self.tables for block_id in table]
+        return named + list(dict.fromkeys([b for state in self.states for b in state]))
 
     @property
     def num_known(self) -> int:
@@ -158,12 +164,38 @@ class Memory:
         self.ends: dict[int, int] = {}  # block -> its last prefix, for resident ones
         self.released: dict[int, tuple[int, int]] = {}  # block -> (when, -position in the table)
         self.used: dict[int, tuple[int, int]] = {}  # likewise, by a request that had used it
+        self.states: dict[int, tuple[int, int]] = {}  # block -> which piece, of which prefix
+        self.kept: dict[int, list[int]] = {}  # prefix -> the blocks of its state
+        self.num_pieces = 0  # of a state
         self.num_handed_out = 0
         self.clock = 0
+
+    def advance(self, request: Request, stop: int, writes: list[int]) -> None:
+        """Write the state after a request's first `stop` tokens; at its boundary it is kept."""
+        prefix = request.paths[0][stop - 1]
+        self.num_pieces = len(writes)
+        for piece, block_id in enumerate(writes):
+            self.doubt(block_id)
+            self._doubt_state(block_id)
+            self.places.pop(block_id, None)
+            self.states[block_id] = (piece, prefix)
+        if stop == request.boundary:
+            self.kept[prefix] = writes
+
+    def _doubt_state(self, block_id: int) -> None:
+        """Expect to find no state in this block any more."""
+        self.states.pop(block_id, None)
+        self.kept = {prefix: held for prefix, held in self.kept.items() if block_id not in held}
+
+    def has_state(self, prefix: int, blocks: Sequence[int]) -> bool:
+        """Return whether blocks hold the state after a prefix, in order."""
+        held = [self.states.get(block_id) for block_id in blocks]
+        return held == [(piece, prefix) for piece in range(self.num_pieces)]
 
     def hand_out(self, block_id: int, request: Request, group: int = 0) -> bool:
         """Give a block to a request; what it held is gone. Returns whether that was resident."""
         self.used.pop(block_id, None)
+        self._doubt_state(block_id)
         evicted = self.doubt(block_id)
         self.places[block_id] = [None] * self.block_size
         self.owners[block_id] = (request.name, request.paths[group])
@@ -202,6 +234,7 @@ class Memory:
         """Expect no hit on anything."""
         self.resident.clear()
         self.ends.clear()
+        self.kept.clear()
 
     def release(
         self, blocks: Sequence[int], held: Collection[int], *, was_used: bool = True
@@ -223,13 +256,18 @@ class Memory:
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1)
 
-    def expected(self, paths: Sequence[Sequence[int]], *, at_once: bool) -> int:
+    def expected(
+        self, paths: Sequence[Sequence[int]], *, at_once: bool, needs_state: bool = False
+    ) -> int:
         """Return how many tokens ought to hit in all layer groups, all but the last at most.
 
         With `at_once`, only blocks count since whose commit nothing was handed out.
         """
         size = self.block_size
         for count in range((len(paths[0]) - 1) // size, 0, -1):
+            prefix = paths[0][count * size - 1]
+            if needs_state and prefix not in self.kept:
+                continue
             if all(
                 any(
                     stamp == self.num_handed_out or not at_once

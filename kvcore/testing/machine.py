@@ -122,6 +122,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         """Make room for some tokens, or without CHUNK for all that are left, and commit them."""
         left = len(request.tokens) - request.computed
         count = min(num_tokens, left) if Promise.CHUNK in self.promises else left
+        if Promise.STATES in self.promises and request.computed < request.boundary:
+            count = min(count, request.boundary - request.computed)  # its state is kept there
         if not count:
             return True
         room = self.driver.room(request) if request.blocks else 0

@@ -44,14 +44,16 @@ class Promise(Enum):
     EVENTS = "there are `take_events` and `block_hashes`: the events fold to what can be hit"
     SWAP = "there are `swap_out` and `swap_in`: a request's KV moves to the host and back"
     GROUPS = "there are `windows` and `block_tables`: several kinds of attention over one pool"
+    STATES = "there is `states`, beside GROUPS: layers keep a recurrent state of each request"
 
 
-EVERYTHING: Final = frozenset(Promise) - {Promise.GROUPS}
+EVERYTHING: Final = frozenset(Promise) - {Promise.GROUPS, Promise.STATES}
 """All that an allocator of one layer group can promise."""
 
 WITH_GROUPS: Final = frozenset(
     {
         Promise.GROUPS,
+        Promise.STATES,
         Promise.HOLD,
         Promise.CHUNK,
         Promise.COMMIT,
@@ -227,6 +229,18 @@ class Groups(Protocol[R_contra]):
         """Return a table a group. An id that `start` did not return stands for no block."""
 
 
+class KeepsStates(Protocol[R_contra]):
+    """What STATES promises: a state is some blocks, each a piece of it, in order."""
+
+    def states(self, request: R_contra) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Return what a request holds for recurrent states; changes nothing.
+
+        Returns:
+            The state after the computed tokens (no blocks: zeros); where the next step writes the
+            state after its tokens (no blocks before `reserve`), maybe the same; and all else.
+        """
+
+
 VERBS: Final = (
     "start",
     "begin",
@@ -247,6 +261,7 @@ OPTIONAL_VERBS: Final = {
     Promise.EVENTS: ("take_events", "block_hashes"),
     Promise.SWAP: ("swap_out", "swap_in"),
     Promise.GROUPS: ("block_tables",),
+    Promise.STATES: ("states",),
 }
 OLD_NAMES: Final = {"resolve": "tell", "block_hashes": "names"}
 """Deprecated names of verbs, which an adapter may still have."""

@@ -11,7 +11,7 @@ from kvcore.testing.ghost import Lease, Memory, Prefixes, Request, Tables
 from kvcore.testing.program import Program
 from kvcore.testing.protocol import Promise
 
-View = tuple[int, list[Tables]]
+View = tuple[int, list[Tables], list[Tables]]
 
 
 class Watch:
@@ -62,7 +62,34 @@ class Watch:
 
     def view(self, live: Iterable[Request]) -> View:
         """Return all that can be seen without changing anything."""
-        return self.free(), [self.tables(request) for request in live if request.blocks]
+        known = [request for request in live if request.blocks]
+        tables = [self.tables(request) for request in known]
+        return self.free(), tables, [self.states(request) for request in known]
+
+    def states(self, request: Request) -> Tables:
+        """Ask what a request holds for recurrent states: read, written, and others."""
+        if Promise.STATES not in self.promises:
+            return []
+        return as_tables("states", self.program.ask("states", request), 3)
+
+    def check_states(self, request: Request, live: Iterable[Request]) -> None:
+        """P31, P33: a request's state is that of its own tokens, and nobody else's to write."""
+        if not request.states:
+            return
+        reads, writes, _ = request.states
+        computed = request.computed
+        if bool(reads) is not (computed > 0):
+            self.program.broken("P31", f"{request.name} reads {reads} after {computed} tokens")
+        if computed and not self.memory.has_state(request.paths[0][computed - 1], reads):
+            held = [self.memory.states.get(block_id) for block_id in reads]
+            spelled = [None if one is None else self._spelled(one[1]) for one in held]
+            wanted = self._spelled(request.paths[0][computed - 1])
+            what = f"the state of {request.name} in {reads}: wanted that of {wanted}"
+            self.program.broken("P31", f"{what}, got {spelled}")
+        for other in live:
+            if other is not request and not set(writes).isdisjoint(other.blocks):
+                what = f"{request.name} writes its state into {writes}"
+                self.program.broken("P33", f"{what}, of which {other.name} has some")
 
     def held(self, live: Iterable[Request]) -> set[int]:
         """Return the blocks that live tables and leases name."""
@@ -219,6 +246,7 @@ class Watch:
                     f"the KV of {request.name} at position {position}: wanted "
                     f"{self._spelled(request.paths[group][position])}, got {came}",
                 )
+            self.check_states(request, live)
             seen["out of sight"] += any(
                 self.memory.first_seen(group, request.computed) > 0 for group in range(len(now))
             )

@@ -65,19 +65,24 @@ def peak_blocks(
     lengths = [-(-start // table.block_size) for table in tables]
     most = most_held(tables, lengths, [[] for _ in tables], start, total, width)
     state = state_group(resolved)
-    if state is None or total == start:
+    if state is None or not total:
         return most
-    is_inside = chunk is not None and (total - 1) // state.block_size * state.block_size > start
-    return most + num_state_blocks(state, is_inside=is_inside)
+    return most + num_state_blocks(state, total, 0, start, None if chunk is None else width)
 
 
-def num_state_blocks(group: RecurrentState, *, is_inside: bool) -> int:
-    """Return the most blocks that states of a sequence hold at once. O(1).
+def num_state_blocks(
+    group: RecurrentState, total: int, cached: int, external: int, chunk: int | None
+) -> int:
+    """Return the most blocks taken for states of a sequence at once. O(1).
 
-    `is_inside`: a load brings a state, or a pass before the last one may end where a state is
-    published; then the next pass reads that state and writes another.
+    A pass that ends before the last one may publish its state, and so may a load: then the next
+    pass reads that state and writes another. The arguments are those of `blocks_to_take`.
     """
-    return group.num_blocks * (2 if is_inside else 1)
+    size = group.block_size
+    start = max(cached, external)
+    is_inside = chunk is not None and (total - 1) // size * size > start
+    is_loaded = cached < external < total and external % size == 0
+    return group.num_blocks * (2 if is_inside or is_loaded else 1)
 
 
 def blocks_to_take(
@@ -153,14 +158,14 @@ def _states_still_taken(seq: KVSequence, total: int, chunk: int | None) -> int:
     if state is None or total <= seq.num_computed_tokens:
         return 0
     missing = state.num_missing()
-    is_cached = chunk is not None and seq.namespace_key is not None
-    if not is_cached or state.next_stop(seq.num_computed_tokens) >= total:
-        return missing
-    return (
-        state.group.num_blocks
-        if state.write and state.write is not state.read
-        else max(missing, state.group.num_blocks * (2 if missing else 1))
-    )
+    if chunk is None or total == seq.num_computed_tokens + 1:
+        return missing  # there is one step
+    more = 0
+    if state.write and state.write[0].ref_count > 1:  # a lease keeps it from being replaced
+        more += state.group.num_blocks
+    if seq.namespace_key is not None and state.next_kept(seq.num_computed_tokens) < total:
+        more += state.group.num_blocks
+    return missing + more
 
 
 def _taken_with_a_load(seq: KVSequence, total: int, chunk: int | None, external: int) -> int:

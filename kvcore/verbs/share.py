@@ -23,7 +23,6 @@ from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Plan
 from kvcore.sequence import KVSequence, check_length
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import NEVER
 from kvcore.tables.state_table import StateTable
 from kvcore.verbs.peaks import blocks_to_take, num_state_blocks
 from kvcore.verbs.states import find_resume, states_until
@@ -207,22 +206,25 @@ def planned(
     items: tuple[MultimodalItem, ...],
     chunk: int | None,
     external: int,
+    *,
+    is_blind: bool,
 ) -> Plan:
     """Return the blocks that a new sequence would hit and take. Changes nothing.
 
-    `key` is its namespace key, None without a look-up; the KV of `external` tokens is loaded, and
-    the others are computed in steps of `chunk` tokens. The cost of `find_prefix` and
-    `blocks_to_take`.
+    `key` is its namespace key, None if it is not cached; `is_blind`: without a look-up. The KV of
+    `external` tokens is loaded, and the others are computed in steps of `chunk` tokens. The cost of
+    `find_prefix` and `blocks_to_take`.
     """
     cached = 0
     hits: list[list[Block]] = []
-    if key is not None:
+    if key is not None and not is_blind:
         cached, hits, _ = find_prefix(pool, tables, state, key, packed, items)
     num_new = blocks_to_take(tables, hits[: len(tables)], cached, len(packed), chunk, external)
     if state is not None:
-        ends = state.block_size if key is not None and chunk is not None else NEVER
-        is_inside = external > cached or (len(packed) - 1) // ends * ends > cached
-        num_new += num_state_blocks(state.group, is_inside=is_inside)
+        if key is None:  # its states are never published
+            num_new += state.group.num_blocks
+        else:
+            num_new += num_state_blocks(state.group, len(packed), cached, external, chunk)
     return Plan(
         num_cached_tokens=cached,
         num_new_blocks=num_new,

@@ -30,12 +30,12 @@ class StateMove:
         num_new: the number of blocks to take for the state that the next step writes.
         is_optional: whether the step can do without them: then no state is kept.
         new: those blocks, once they are taken.
-        published: the state to publish; empty if there is none.
+        published: the blocks of the states to publish.
         released: the states that the sequence does not hold afterwards.
     """
 
     __slots__ = (
-        "_end", "_kept", "_kept_at", "_read", "_seq", "_table", "_write", "is_optional", "new",
+        "_due", "_kept", "_kept_at", "_read", "_seq", "_table", "_write", "is_optional", "new",
         "num_new", "published", "released",
     )  # fmt: skip
 
@@ -50,15 +50,16 @@ class StateMove:
         self._table = table
         self._read, self._write = table.read, table.write
         self._kept, self._kept_at = table.kept, table.kept_at
-        self._end = 0
+        self._due: list[tuple[list[Block], int]] = []
         self.num_new = 0
         self.is_optional = False
         self.new: list[Block] = []
         self.published: list[Block] = []
+        is_known = self._kept_at <= known and seq.namespace_key is not None
+        if self._kept and is_known and table.is_wanted(self._kept_at):
+            self._publish(self._kept, self._kept_at)  # its last token was unknown until now
         if done > seq.num_computed_tokens:
             self._advance(known, done)
-        elif self._kept and self._kept_at <= known and table.is_wanted(self._kept_at):
-            self._publish(self._kept, self._kept_at)  # its last token was unknown until now
         if total > done and not self._write:
             self._reserve()
         self.released: list[list[Block]] = []
@@ -83,7 +84,8 @@ class StateMove:
             self._write = self._read
 
     def _publish(self, pieces: list[Block], num_tokens: int) -> None:
-        self.published, self._end = pieces, num_tokens
+        self._due.append((pieces, num_tokens))
+        self.published += pieces
         if self._kept is pieces or num_tokens > self._kept_at:
             self._kept, self._kept_at = [], 0
         if self._write is pieces:
@@ -91,7 +93,8 @@ class StateMove:
 
     def _reserve(self) -> None:
         """Find where the next step writes: over the state that it reads, or to new blocks."""
-        if is_writable(self._read) and self._read is not self.published:
+        is_due = any(pieces is self._read for pieces, _ in self._due)
+        if is_writable(self._read) and not is_due:
             if self._read is not self._kept:
                 self._write = self._read
                 return
@@ -113,8 +116,8 @@ class StateMove:
 
     def publish(self, pool: BlockPool) -> None:
         """Publish what is due, unless another sequence has. All or nothing. O(tokens)."""
-        if self.published:
-            publish_state(pool, self._seq, self._table, self.published, self._end)
+        for pieces, num_tokens in self._due:
+            publish_state(pool, self._seq, self._table, pieces, num_tokens)
 
     def apply(self, pool: BlockPool) -> None:
         """Set the fields of the table. Cannot fail."""

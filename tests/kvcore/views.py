@@ -49,8 +49,15 @@ def pool_view(pool):
     }
 
 
+def state_view(state):
+    """The states of a sequence, and which of them are one."""
+    lists = [[block.block_id for block in one] for one in (state.read, state.write, state.kept)]
+    return lists, state.write is state.read, state.kept is state.read, state.kept_at, state.wanted
+
+
 def sequence_view(seq):
     return {
+        "states": None if seq.state is None else state_view(seq.state),
         "tokens": seq.tokens,
         "tables": seq.block_tables,
         "null": [table.num_null for table in seq.tables],

@@ -2,6 +2,6 @@
 
 from tests.kvcore.engines.broken import BROKEN
 from tests.kvcore.engines.dictionary import DictionaryAllocator
-from tests.kvcore.engines.ours import OurAllocator, OurWindows
+from tests.kvcore.engines.ours import OurAllocator, OurStates, OurWindows
 
-__all__ = ["BROKEN", "DictionaryAllocator", "OurAllocator", "OurWindows"]
+__all__ = ["BROKEN", "DictionaryAllocator", "OurAllocator", "OurStates", "OurWindows"]

@@ -10,7 +10,7 @@ from kvcore import testing
 from kvcore.testing import EVERYTHING, Promise
 from kvcore.testing.ghost import marked
 from tests.kvcore.engines.dictionary import DictionaryAllocator, DictionaryRequest
-from tests.kvcore.engines.ours import OurAllocator, OurWindows
+from tests.kvcore.engines.ours import OurAllocator, OurStates, OurWindows
 from tests.kvcore.sabotage import SABOTAGES
 
 BROKEN = {}
@@ -105,6 +105,68 @@ class both_groups_get_one_block(OurWindows):
     def block_tables(self, request):
         full, window = request.seq.block_tables
         return full, [id_ and full[index] for index, id_ in enumerate(window)]
+
+
+@broken("P31", machine=testing.GroupMachine)
+class reads_the_state_of_its_neighbour(OurStates):
+    """The slots of another row of the batch."""
+
+    def states(self, request):
+        reads, writes, held = super().states(request)
+        others = [seq.state.read for seq in self.kv.sequences.values() if seq is not request.seq]
+        other = next((state for state in others if state and reads), None)
+        return reads if other is None else [b.block_id for b in other], writes, held
+
+
+@broken("P31", "P33", machine=testing.GroupMachine)
+class writes_over_a_state_that_others_find(OurStates):
+    """A step updates its state in place, published or not."""
+
+    def states(self, request):
+        reads, writes, held = super().states(request)
+        return reads, reads or writes, held
+
+
+@broken("P31", machine=testing.GroupMachine)
+class reads_the_first_piece_alone(OurStates):
+    """The layers of the other pieces start from what was there."""
+
+    def states(self, request):
+        reads, writes, held = super().states(request)
+        return reads[:1], writes, held
+
+
+@broken("P31", machine=testing.GroupMachine)
+class starts_from_zeros_after_a_hit(OurStates):
+    """The prefix hits, and its state is forgotten."""
+
+    def states(self, request):
+        reads, writes, held = super().states(request)
+        seq = request.seq
+        is_hit = seq.num_computed_tokens == seq.num_cached_tokens
+        return [] if is_hit else reads, writes, held
+
+
+@broken("P24", machine=testing.GroupMachine)
+class keeps_states_and_never_finds_one(OurStates):
+    """The feature is on, and hits are 0 %, without a word."""
+
+    def begin(self, tokens, tenant):
+        request, _ = super().begin(tokens, tenant)
+        self.kv.close(request.seq)
+        request.seq = self.kv.open(tokens, namespace=request.space, skip_reading=True)
+        return request, 0
+
+
+@broken("P2", "P5", machine=testing.GroupMachine)
+class the_state_before_is_lost(OurStates):
+    """A step that writes its state elsewhere never gives the old one back."""
+
+    def commit(self, request, num_tokens):
+        before = list(request.seq.state.read)
+        super().commit(request, num_tokens)
+        if before and before != request.seq.state.read:
+            self.kv.pool.hold([block for block in before if block.node is not None])
 
 
 @broken("P7", machine=testing.TenantMachine)

@@ -144,3 +144,20 @@ class OurWindows(OurAllocator):
 
     def block_tables(self, request):
         return request.seq.block_tables
+
+
+class OurStates(OurWindows):
+    """Full attention, a sliding window and recurrent states."""
+
+    promises = EVERYTHING | {Promise.GROUPS, Promise.STATES}
+    groups = (kvcore.FullAttention(), kvcore.SlidingWindow(window=5), kvcore.RecurrentState(2))
+
+    def start(self, num_blocks, block_size):
+        self.kv = self.make_manager(num_blocks, block_size, groups=self.groups)
+        self.resets = 0
+        return range(1, num_blocks)
+
+    def states(self, request):
+        state = request.seq.state
+        sides = [[block.block_id for block in one] for one in (state.read, state.write)]
+        return *sides, [block.block_id for block in state.blocks()]

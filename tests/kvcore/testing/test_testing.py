@@ -19,12 +19,14 @@ from tests.kvcore.engines import (
     BROKEN,
     DictionaryAllocator,
     OurAllocator,
+    OurStates,
     OurWindows,
 )
 from tests.kvcore.engines.broken import LooksUpOnly
 
 TestOurs = pytest.mark.hypothesis(testing.allocator_tests(OurAllocator))
 TestOurWindows = pytest.mark.hypothesis(testing.allocator_tests(OurWindows))
+TestOurStates = pytest.mark.hypothesis(testing.allocator_tests(OurStates))
 
 ROOT = Path(__file__).parents[3]
 HOMES = ("testing/machine.py", "testing/machines.py")

@@ -1,0 +1,5 @@
+"""The machine of managers with recurrent states, under whatever Hypothesis profile is loaded."""
+
+from tests.kvcore.machines.hybrid_rules import HybridMachine
+
+TestHybrid = HybridMachine.TestCase

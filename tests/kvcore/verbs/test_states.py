@@ -1,0 +1,70 @@
+"""Recurrent states in single programs: each was wrong once."""
+
+import kvcore
+
+
+def manager(num_blocks=20, every=0):
+    groups = [kvcore.FullAttention(), kvcore.RecurrentState(1, every)]
+    return kvcore.KVCacheManager(num_blocks, 2, groups=groups)
+
+
+def compute(kv, seq, *counts):
+    for count in counts:
+        kv.reserve(seq, count)
+        kv.commit(seq, count)
+    return seq
+
+
+def test_a_plan_has_room_beside_a_loaded_state_that_others_can_find():
+    kv = manager()
+    plan = kv.plan([0] * 13, num_external=12)
+    assert (
+        plan.num_new_blocks == kvcore.peak_blocks(13, 2, groups=kv.groups, num_external=12) == 7 + 2
+    )
+    assert kvcore.peak_blocks(12, 2, groups=kv.groups, num_external=12) == 6 + 1
+
+
+def test_a_plan_without_a_look_up_has_room_beside_the_state_that_is_published():
+    kv = manager()
+    assert kv.plan([0] * 5, chunk=4, skip_reading=True).num_new_blocks == 3 + 2
+    assert kv.plan([0] * 5, chunk=4, namespace=None).num_new_blocks == 3 + 1
+
+
+def test_a_leased_state_is_replaced_once_and_then_a_step_needs_another():
+    kv = manager()
+    seq = compute(kv, kv.open([0], namespace=None), 1)
+    kv.lease(seq)
+    assert kv.num_missing_blocks(seq, 1) == 0
+    assert kv.num_missing_blocks(seq, 3, chunk=1) == 1 + 1
+
+
+def test_what_a_sequence_takes_in_steps_has_room_for_the_state_that_it_keeps():
+    kv = manager()
+    seq = compute(kv, kv.open([0] * 3), 3)
+    assert kv.num_missing_blocks(seq, 2, chunk=1) == 1 + 1  # it keeps the state after 4 tokens
+
+
+def test_a_state_of_unknown_tokens_is_found_once_they_are_known_whatever_else_a_step_does():
+    kv = manager(every=4)
+    seq = compute(kv, kv.open([0, 0]), 2)
+    kv.expect(seq, 3)
+    compute(kv, seq, 2)
+    kv.reserve(seq, 1)
+    kv.step([seq], 1, [1, 1], num_known=2)
+    assert kv.plan([0, 0, 1, 1, 1]).num_cached_tokens == 4
+
+
+def test_a_state_that_is_kept_at_a_reset_is_not_published_after_it():
+    kv = manager(every=4)
+    seq = compute(kv, kv.open([0, 0]), 2)
+    kv.expect(seq, 2)
+    compute(kv, seq, 2)
+    kv.reset()
+    kv.resolve(seq, [1, 1])
+    assert kv.stats().num_cached_blocks == 0
+
+
+def test_a_sequence_that_is_not_cached_is_computed_in_long_steps():
+    kv = manager(every=4)
+    assert kv.chunk_length(kv.open([0] * 9, namespace=None), 9) == 9
+    assert kv.chunk_length(kv.open([0] * 9), 9) == 4
