@@ -1,6 +1,7 @@
 """Tiny random networks of several architectures, a byte codec, and what the dense network says."""
 
 import copy
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,3 +168,26 @@ def preempt_in_steps(engine: Engine, steps: set[int]) -> None:
         plan_decodes()
 
     scheduler._plan_decodes = plan_fewer_decodes
+
+
+class KnowingDrafter:
+    """Proposes how texts go on that `generate` has written, spoilt now and then."""
+
+    def __init__(self, texts, seed=0):
+        self._texts = [[*text] for text in texts]
+        self._draw = random.Random(seed)
+
+    def propose(self, wanted):
+        """Drafts of each request."""
+        return [self._drafts([*request.tokens], most) for request, most in wanted]
+
+    def discard(self, request):
+        """Nothing is kept."""
+
+    def _drafts(self, tokens, most):
+        count = self._draw.randint(0, min(most, 5))
+        for text in self._texts:
+            if text[: len(tokens)] == tokens:
+                drafts = text[len(tokens) : len(tokens) + count]
+                return tuple(3 if self._draw.random() < 0.25 else token for token in drafts)
+        return ()

@@ -1,4 +1,4 @@
-"""Tiny networks with recurrent layers, what `generate` says, and a drafter that often knows it."""
+"""Tiny networks with recurrent layers, and what `generate` says."""
 
 import functools
 import random
@@ -39,26 +39,3 @@ def engine_of(kind, **sizes):
     model, _ = case(kind)
     config = {"block_size": 4, "num_blocks": 200} | sizes
     return Engine(model, backends.get_backend("numba"), EngineConfig(**config))
-
-
-class KnowingDrafter:
-    """Proposes what `generate` says, spoilt now and then."""
-
-    def __init__(self, wanted, seed=0):
-        self._texts = [[*prompt, *tokens] for prompt, tokens in wanted.items()]
-        self._draw = random.Random(seed)
-
-    def propose(self, wanted):
-        """Drafts of each request."""
-        return [self._drafts([*request.tokens], most) for request, most in wanted]
-
-    def discard(self, request):
-        """Nothing is kept."""
-
-    def _drafts(self, tokens, most):
-        count = self._draw.randint(0, min(most, 5))
-        for text in self._texts:
-            if text[: len(tokens)] == tokens:
-                drafts = text[len(tokens) : len(tokens) + count]
-                return tuple(3 if self._draw.random() < 0.25 else token for token in drafts)
-        return ()

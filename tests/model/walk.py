@@ -28,7 +28,7 @@ from model import EngineConfig, ModelError, SamplingParams
 from model.engine import Engine
 from model.load.architectures import check_architecture, check_layers
 from model.load.loader import LoadedModel, wrap_network
-from tests.model.networks import ByteCodec, greedy_logits, preempt_in_steps
+from tests.model.networks import ByteCodec, KnowingDrafter, greedy_logits, preempt_in_steps
 from tests.model.prompts import NUM_SHARED, NUM_TOKENS, prompts
 from tests.model.tiny_configs import cases, lowered, make_config
 
@@ -82,11 +82,17 @@ def _equal(config: Any) -> str:
             error = float((torch.tensor(logprobs) - wanted).abs().max())
             if error > NEAR:
                 return f"WRONG: log-probabilities are off by {error:.1e}"
+        if engines[0].network.layout.states:
+            engine = engine_of(model, num_blocks=90, drafts="ngram")
+            texts = [(*prompt, *own) for prompt, own in zip(prompts(), tokens, strict=True)]
+            engine._scheduler._drafter = KnowingDrafter(texts)
+            if run(engine)[0] != tokens or not engine.stats.num_accepted_tokens:
+                return "WRONG: draft tokens change what is said, or none was accepted"
         return "equal"
     return reason
 
 
-SIZES: tuple[dict[str, int], ...] = (
+SIZES: tuple[dict[str, Any], ...] = (
     {"num_blocks": 90},
     {"num_blocks": 90, "max_num_batched_tokens": 11, "swap_memory_bytes": 0},
     {
@@ -98,7 +104,7 @@ SIZES: tuple[dict[str, int], ...] = (
 )
 
 
-def engine_of(model: LoadedModel, **sizes: int) -> Engine:
+def engine_of(model: LoadedModel, **sizes: Any) -> Engine:
     """An engine with blocks of 4."""
     return Engine(model, backends.get_backend("numba"), EngineConfig(block_size=4, **sizes))
 

@@ -16,11 +16,16 @@ from model.control.submission import Submission
 from model.engine import Engine
 from model.errors import RequestTooLongError, UnsupportedModelError
 from model.load.loader import with_draft
-from tests.model.networks import build, preempt_in_steps
-from tests.model.recurrent_networks import KINDS, NUM_TOKENS, KnowingDrafter, case, engine_of
+from tests.model.networks import KnowingDrafter, build, preempt_in_steps
+from tests.model.recurrent_networks import KINDS, NUM_TOKENS, case, engine_of
 from tests.model.view.replay import Replay
 
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def texts_of(kind):
+    """The prompts with what `generate` says to them."""
+    return [(*prompt, *tokens) for prompt, tokens in case(kind)[1].items()]
 
 
 def tokens_of(engine, kind):
@@ -62,7 +67,7 @@ def test_swapped_states_come_back(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_right_or_wrong_change_no_token(kind):
     engine = engine_of(kind, drafts="ngram")
-    engine._scheduler._drafter = KnowingDrafter(case(kind)[1])
+    engine._scheduler._drafter = KnowingDrafter(texts_of(kind))
     got, wanted = tokens_of(engine, kind)
     assert got == wanted
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
@@ -102,7 +107,7 @@ def drive(kind, seed, **fixed):
     sizes["async_scheduling"] = sizes["drafts"] is None and draw.random() < 0.5
     engine = engine_of(kind, **(sizes | fixed))
     if sizes["drafts"]:
-        engine._scheduler._drafter = KnowingDrafter(wanted, seed)
+        engine._scheduler._drafter = KnowingDrafter(texts_of(kind), seed)
     todo, requests = draw.choices([*wanted], k=draw.randrange(3, 12)), []
     while todo or engine.has_unfinished:
         while todo and draw.random() < 0.5:
@@ -163,7 +168,7 @@ def _write_what_is_read(monkeypatch):
 def test_a_state_that_is_not_the_one_of_its_tokens_is_noticed(monkeypatch, planted):
     kind = KINDS[0]
     engine = engine_of(kind, drafts="ngram", max_num_batched_tokens=16)
-    engine._scheduler._drafter = KnowingDrafter(case(kind)[1])
+    engine._scheduler._drafter = KnowingDrafter(texts_of(kind))
     planted(monkeypatch)
     try:
         got, wanted = tokens_of(engine, kind)
