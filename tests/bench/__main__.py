@@ -20,6 +20,7 @@ COMMANDS = {
     "engine": "requests through the engine in one process; takes the flags of model.run",
     "host": "what a decode step costs the host, beside the network",
     "paging": "how much memory paging saves on a trace, by block size; counted, not timed",
+    "capacity": "how many requests of hybrid models fit into a memory (--peer vllm); counted",
     "server": "`vllm bench serve` against the server; takes the flags of model.serve",
     "start": "how long imports, a first token and a server's start take",
     "wire": "what publishing KV events and asking an index costs",
@@ -94,6 +95,8 @@ if __name__ == "__main__":
         from tests.bench.engine import host as command
     elif name == "paging":
         from tests.bench.engine import paging as command
+    elif name == "capacity":
+        from tests.bench.engine import capacity as command
     elif name == "server":
         from tests.bench import server as command
     elif name == "start":

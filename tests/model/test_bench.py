@@ -1,11 +1,12 @@
 """The engine's benchmarks send what they say, count it, and every command runs."""
 
+import argparse
 import json
 
 import pytest
 
 import kvcore
-from tests.bench.engine import paging
+from tests.bench.engine import capacity, paging
 from tests.bench.engine.requests import SHAPES, BenchRequest, make_requests, serve, total_lengths
 from tests.kvcore.test_bench import run
 
@@ -46,3 +47,13 @@ def test_every_command_runs(arguments, subjects):
     code, out, errors = run(*arguments, "--quick", "--json")
     assert code == 0, errors
     assert {row["subject"] for row in json.loads(out)["rows"]} == subjects
+
+
+def test_a_memory_holds_more_requests_of_a_hybrid_model_the_shorter_they_are():
+    options = argparse.Namespace(layout=["LFM2-1.2B"], gigabytes=2.0, peer=[], quick=False)
+    long, short, kept = [row.cost.median for row in capacity.rows(options)]
+    assert 0 < long < short
+    assert kept == 0  # 64 running requests do not fit
+    options.gigabytes = 10.0
+    *_, kept = [row.cost.median for row in capacity.rows(options)]
+    assert kept % 2000 == 0 < kept  # each conversation is cached up to its last whole block

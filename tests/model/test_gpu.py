@@ -29,6 +29,9 @@ from tests.model import few_rows_check
 from tests.model.draw_kernels_check import check
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
+from tests.model.recurrent_networks import KINDS
+from tests.model.tiny_configs import make_config
+from tests.model.walk import build_network
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,6 +75,20 @@ def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
     config = EngineConfig(num_blocks=30, block_size=16, max_num_batched_tokens=11)
     engine = Engine(model, backend, config)
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
+    assert [c.request.output_tokens for c in done] == dense
+    assert engine.stats.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafts", [None, "ngram"])
+def test_networks_with_recurrent_layers_give_the_tokens_of_generate_on_a_gpu(kind, drafts):
+    backend = backends.get_backend("triton")
+    model = build_network(make_config(kind, ""), 1)
+    model.network.to(backend.device)
+    dense = [greedy_and_margin(model, prompt, 16)[0] for prompt in PROMPTS]
+    config = EngineConfig(block_size=16, num_blocks=200, max_num_batched_tokens=11, drafts=drafts)
+    engine = Engine(model, backend, config)
+    done = engine.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))
     assert [c.request.output_tokens for c in done] == dense
     assert engine.stats.num_hit_tokens > 0
 
