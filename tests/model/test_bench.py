@@ -50,10 +50,10 @@ def test_every_command_runs(arguments, subjects):
 
 
 def test_a_memory_holds_more_requests_of_a_hybrid_model_the_shorter_they_are():
-    options = argparse.Namespace(layout=["LFM2-1.2B"], gigabytes=2.0, peer=[], quick=False)
+    options = argparse.Namespace(layout=["LFM2-1.2B"], gigabytes=0.3, peer=[], quick=False)
     long, short, kept = [row.cost.median for row in capacity.rows(options)]
     assert 0 < long < short
     assert kept == 0  # 64 running requests do not fit
-    options.gigabytes = 10.0
+    options.gigabytes = 7.0
     *_, kept = [row.cost.median for row in capacity.rows(options)]
     assert kept % 2000 == 0 < kept  # each conversation is cached up to its last whole block
