@@ -70,8 +70,8 @@ def test_a_folder_without_weights_says_so(folder_of):
             "BertForMaskedLM: wanted a decoder-only",
         ),
         (
-            {"model_type": "mamba"},
-            r"MambaForCausalLM: wanted .* layers 0-31 are MambaMixer \(a state space",
+            {"model_type": "rwkv"},
+            "RwkvForCausalLM: wanted layers of full, .*RwkvBlock .a recurrent state outside",
         ),
         (
             {"model_type": "gemma3_text", "use_bidirectional_attention": True},
