@@ -221,7 +221,8 @@ def planned(
         cached, hits, _ = find_prefix(pool, tables, state, key, packed, items)
     num_new = blocks_to_take(tables, hits[: len(tables)], cached, len(packed), chunk, external)
     if state is not None:
-        if key is None:  # its states are never published
+        is_revived = any(block.ref_count == 0 for block in hits[-1]) if hits else False
+        if key is None or is_revived:  # none is published; or the one that is found is free later
             num_new += state.group.num_blocks
         else:
             num_new += num_state_blocks(state.group, len(packed), cached, external, chunk)

@@ -68,3 +68,21 @@ def test_a_sequence_that_is_not_cached_is_computed_in_long_steps():
     kv = manager(every=4)
     assert kv.chunk_length(kv.open([0] * 9, namespace=None), 9) == 9
     assert kv.chunk_length(kv.open([0] * 9), 9) == 4
+
+
+def test_a_free_state_that_is_found_makes_room_for_a_later_one():
+    groups = [kvcore.FullAttention(), kvcore.RecurrentState(num_blocks=2)]
+    tokens = list(range(33))  # two boundaries inside
+    peak = kvcore.peak_blocks(len(tokens), 16, groups=groups, chunk=1)
+    kv = kvcore.KVCacheManager(peak + 1, 16, groups=groups)
+    first = kv.open(tokens[:17])
+    kv.reserve(first, 16)
+    kv.commit(first, 16)
+    kv.close(first)
+    plan = kv.plan(tokens, chunk=1)
+    assert (plan.num_cached_tokens, plan.num_revived_blocks) == (16, 3)
+    assert plan.fits
+    seq = kv.open(tokens)
+    while seq.num_computed_tokens < len(tokens):
+        kv.reserve(seq, 1)
+        kv.commit(seq, 1)
