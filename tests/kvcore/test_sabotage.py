@@ -10,6 +10,7 @@ import kvcore
 from tests.kvcore import machines
 from tests.kvcore.machines.programs import run_programs
 from tests.kvcore.sabotage import SABOTAGES
+from tests.kvcore.sabotage.registry import same_draws
 from tests.kvcore.views import PropertyError
 
 pytestmark = pytest.mark.source_build
@@ -81,7 +82,7 @@ def hunt(name, settings=HUNT):
     seam["with_events"] = "always" if name.startswith("events") else "never"
     broken = type(name, (planted.machine,), seam | only_near(name, planted.machine))
     try:
-        with planted.planted():
+        with planted.planted(), same_draws():
             if planted.edits:
                 run_programs(0, 1000)
             else:

@@ -22,6 +22,7 @@ from tests.kvcore.engines import (
     OurWindows,
 )
 from tests.kvcore.engines.broken import LooksUpOnly
+from tests.kvcore.sabotage.registry import same_draws
 
 TestOurs = pytest.mark.hypothesis(testing.allocator_tests(OurAllocator))
 TestOurWindows = pytest.mark.hypothesis(testing.allocator_tests(OurWindows))
@@ -41,7 +42,7 @@ def verdict(make, machines=None, **changes):
     """What the machines find: a property's number, a crash, or nothing."""
     settings = quick(phases=[Phase.generate], **changes)
     try:
-        with getattr(make, "planted", nullcontext)():
+        with getattr(make, "planted", nullcontext)(), same_draws():
             testing.check_allocator(make, machines=machines, settings=settings)
     except testing.PropertyError as error:
         return error.prop
