@@ -125,6 +125,7 @@ class ManagerVerbs(ManagerChecks):
                 table.extend(new)
             taken = free - self.kv.num_free_blocks
             self.naive.reserve(naive, count)
+            kvcore.check(self.kv)
             self.check_delivery(entry)
             expect("P13", taken, missing, "the blocks that were missing")
 
@@ -155,6 +156,7 @@ class ManagerVerbs(ManagerChecks):
         self.write(entry, count)
         self.kv.commit(real, count)
         self.naive.commit(naive, count)
+        self.check_published("P9")
 
     def write(self, entry, count):
         """The forward pass: the KV of the next tokens, in every group."""
