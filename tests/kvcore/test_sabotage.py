@@ -10,6 +10,7 @@ import kvcore
 from tests.kvcore import machines
 from tests.kvcore.machines.programs import run_programs
 from tests.kvcore.sabotage import SABOTAGES
+from tests.kvcore.sabotage.registry import same_draws
 from tests.kvcore.views import PropertyError
 
 pytestmark = pytest.mark.source_build
@@ -24,20 +25,26 @@ LIVES = ("open", "open_again", "run", "fork", "append", "truncate", "close")
 LOADS = ("load_a_prefix", "begin_load", "commit_load", "fail_load", "fail_a_load_that_others_use")
 KEPT = ("keep_for_later", "fork_what_is_kept", "come_back_under_pressure")
 HELD = ("lease", "end_lease", "close_in_flight", "reset_in_flight", "twins")
+TRANSFERS = ("lease", "fail_transfer", "fail_blocks")
 UNKNOWN = ("expect", "resolve", "read_a_step", "verify_later", "run_ahead", "write_and_commit")
 NEAR = {  # a planted bug, or the first word of its name: the rules that are near it
     "items": (*LIVES, "meet_the_neighbours"),
     "leases": (*LIVES, *HELD, "reserve", "tick"),
+    "leases_count_what_a_look_up_found": ("open", "run", "close_in_flight", "close"),
     "loads": (*LIVES, *LOADS, "reserve", "tick"),
     "loads_join_after_a_gap": ("load_a_prefix", "close"),
     "loads_join_whatever_the_tokens_are_now": ("load_a_prefix", "close"),
     "loads_keep_what_is_out_of_sight": ("load_a_prefix", "close"),
     "loads_leak_what_comes_too_late": ("load_a_prefix", "close"),
     "look": (*LIVES, "keep_for_later", "come_back_under_pressure"),
+    "manager_accepts_a_stale_handle": ("open", "run", "close", "use_a_closed_one"),
+    "manager_counts_one_token_of_whoever_decodes": (*LIVES, "decode_at_once"),
     "manager_keeps_a_scrambled_order_at_a_reset": (*LIVES, "reset"),
     "manager_overwrites_what_a_fork_shares": (*LIVES, "diverge", "edit"),
     "manager_publishes_a_half_full_block": (*LIVES, "reserve", "write_and_commit"),
+    "manager_publishes_what_a_step_only_schedules": (*LIVES, "serve"),
     "retention": (*LIVES, *KEPT, "tick"),
+    "transfers_fail_and_hold_their_blocks": (*LIVES, *TRANSFERS),
     "unknown": (*LIVES, *UNKNOWN, "reserve"),
 }
 """The machine has fifty rules: where all may run, those that meet seldom do so one after another.
@@ -81,7 +88,7 @@ def hunt(name, settings=HUNT):
     seam["with_events"] = "always" if name.startswith("events") else "never"
     broken = type(name, (planted.machine,), seam | only_near(name, planted.machine))
     try:
-        with planted.planted():
+        with planted.planted(), same_draws():
             if planted.edits:
                 run_programs(0, 1000)
             else:

@@ -55,7 +55,6 @@ class LoadRules(ManagerVerbs):
             for index, block_id in enumerate(lease.load.block_ids[number])
         }
         expect("P30", loaded, blocks, "the blocks to be filled")
-        kvcore.check(self.kv)
         return lease
 
     def arrive(self, lease):
@@ -89,7 +88,6 @@ class LoadRules(ManagerVerbs):
                 first, ids = lease.load.first_blocks[number], lease.load.block_ids[number]
                 told = entry[2][number]
                 told[own:] = [0] * (first - own) + list(ids[max(0, own - first) :])
-        kvcore.check(self.kv)
 
     @rule(
         target=SEQUENCES,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import kvcore
-from kvcore.verbs.share import describe, find_prefix
 from tests.kvcore import machines
 from tests.kvcore.sabotage.groups import WINDOWS
 from tests.kvcore.sabotage.registry import sabotage
@@ -79,13 +78,10 @@ class plan_in_chunks_takes_again_what_others_hold(kvcore.KVCacheManager):
 
 @sabotage(machines.ManagerMachine, "P4", "P2", rows=(14,))
 class plan_holds_what_it_finds(kvcore.KVCacheManager):
-    def plan(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, items=(), **options):
-        plan = super().plan(tokens, namespace=namespace, items=items, **options)
-        packed, key, checked = describe(tokens, namespace, items, None)
-        if key is not None:
-            _, hits = find_prefix(self.pool, self._shapes, key, packed, checked)
-            for blocks in hits:
-                self.pool.hold(blocks)
+    def plan(self, tokens, **options):
+        plan = super().plan(tokens, **options)
+        for blocks in plan.found:
+            self.pool.hold(blocks)
         return plan
 
 

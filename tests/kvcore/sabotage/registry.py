@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 import kvcore
 from tests.kvcore import machines
@@ -53,6 +54,20 @@ class Sabotage:
                             if value is original:
                                 patch.setattr(module, attribute, replacement)
             yield
+
+
+@contextmanager
+def same_draws():
+    """Let a derandomized search draw the same values whatever other modules are imported.
+
+    Hypothesis draws constants from the source of every module of ours, now and then: a search for
+    one bug took one second or sixty, by which tests had run before it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(providers, "_get_local_constants", providers.Constants, raising=False)
+        providers.CONSTANTS_CACHE.cache.clear()
+        yield
+    providers.CONSTANTS_CACHE.cache.clear()
 
 
 def sabotage(machine, *properties, rows=(), layouts=("full",)):

@@ -311,12 +311,13 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(checkpoint):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what would be missing")
-def test_triton_without_a_gpu_says_what_is_missing_and_what_to_choose(checkpoint):
-    done = spawn("--model", str(checkpoint), "--backend", "triton", TRITON_INTERPRET="0")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "backend 'triton' cannot run here" in done.stderr
-    assert "instead: " in done.stderr
-    assert len([line for line in done.stderr.splitlines() if not line.endswith(" ...")]) == 1
+def test_triton_without_a_gpu_says_what_is_missing_and_what_to_choose(call, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    code, out, err = call("--prompt", "ab", "--backend", "triton")
+    assert (code, out) == (2, "")
+    assert "backend 'triton' cannot run here" in err
+    assert "instead: " in err
+    assert len([line for line in err.splitlines() if not line.endswith(" ...")]) == 1
 
 
 def test_triton_in_its_interpreter_gives_generates_tokens(checkpoint):

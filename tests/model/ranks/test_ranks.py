@@ -15,6 +15,7 @@ from model.engine import Engine
 from model.errors import RankLostError, UnsupportedModelError, UsageError
 from model.ranks.ranks import Ranks, join_ranks
 from model.twins import TwinEngine
+from tests.model.cli.test_run import main
 from tests.model.walk import DATA
 
 _ROOT = Path(__file__).parents[3]
@@ -43,7 +44,7 @@ def texts_of(output):
     return [each["text"] for each in json.loads(output)["requests"]]
 
 
-def test_two_processes_write_what_one_writes(tmp_path):
+def test_two_processes_write_what_one_writes(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(each) + "\n" for each in _PROMPTS))
     # 12 blocks: some of the requests are preempted; 16 tokens a step: prompts come in chunks
@@ -57,14 +58,13 @@ def test_two_processes_write_what_one_writes(tmp_path):
         "--compile",
         "--json",
     ]
-    run = ["-m", "model.run", "--prompts-file", str(prompts), *sizes]
-    alone = subprocess.run(
-        [sys.executable, *run], cwd=_ROOT, capture_output=True, text=True, check=True
-    )
-    shared = torchrun(2, *run, "--tp", "2", "--check-ranks")
+    run = ["--prompts-file", str(prompts), *sizes]
+    assert main(run) == 0
+    alone = capsys.readouterr().out
+    shared = torchrun(2, "-m", "model.run", *run, "--tp", "2", "--check-ranks")
     assert shared.returncode == 0, shared.stderr
-    assert texts_of(shared.stdout) == texts_of(alone.stdout)
-    assert len(texts_of(alone.stdout)) == 5
+    assert texts_of(shared.stdout) == texts_of(alone)
+    assert len(texts_of(alone)) == 5
     assert "network: traced" in shared.stderr
     assert json.loads(shared.stdout)["stats"]["num_preemptions"] > 0
 
@@ -127,17 +127,12 @@ def test_a_prompt_that_one_process_refuses_ends_those_that_already_compute():
     assert "This is a bug" not in ended.stderr
 
 
-def test_a_number_of_processes_that_is_not_there_is_one_line():
-    ended = subprocess.run(
-        [sys.executable, "-m", "model.run", "--tp", "2"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith(
-        "error: --tp: wanted the number of processes, which is 1, got 2: start it as"
+def test_a_number_of_processes_that_is_not_there_is_one_line(capsys):
+    assert main(["--tp", "2"]) == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: --tp: wanted the number of processes, which is 1, got 2: start it as")
     )
 
 
