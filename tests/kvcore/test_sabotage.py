@@ -18,6 +18,7 @@ SEAMS = {
     machines.FreeQueueMachine: "make_queue",
     machines.PoolMachine: "make_pool",
     machines.ManagerMachine: "make_manager",
+    machines.HybridMachine: "make_manager",
 }
 
 LIVES = ("open", "open_again", "run", "fork", "append", "truncate", "close")
@@ -78,11 +79,11 @@ def hunt(name, settings=HUNT):
     """
     planted = SABOTAGES[name]
     seam = {SEAMS[planted.machine]: staticmethod(planted.make), "layouts": planted.layouts}
-    seam["with_events"] = "always" if name.startswith("events") else "never"
+    seam["with_events"] = "always" if "P21" in planted.properties else "never"
     broken = type(name, (planted.machine,), seam | only_near(name, planted.machine))
     try:
         with planted.planted():
-            if planted.edits:
+            if planted.edits and not planted.layouts:
                 run_programs(0, 1000)
             else:
                 run_state_machine_as_test(broken, settings=settings)
