@@ -49,7 +49,7 @@ All of them run where no bug is planted (`test_machines`), and on every bug that
 
 def only_near(name, machine):
     """What a subclass of the machine has in order to run no rules but those near a planted bug."""
-    near = NEAR.get(name, NEAR.get(name.partition("_")[0]))
+    near = SABOTAGES[name].near or NEAR.get(name, NEAR.get(name.partition("_")[0]))
     rules = {rule: getattr(machine, rule) for rule in dir(machine) if near}
     return {
         rule: functools.partialmethod(method)  # callable as before, and no rule
@@ -115,6 +115,9 @@ def test_those_that_are_named_here_are_planted_and_have_rules():
     assert {*SABOTAGES, *first_words} >= set(NEAR)
     for rules in NEAR.values():
         assert all(hasattr(getattr(machines.ManagerMachine, rule), RULE_MARKER) for rule in rules)
+    for planted in SABOTAGES.values():
+        for rule in planted.near:
+            assert hasattr(getattr(planted.machine, rule), RULE_MARKER), rule
 
 
 @pytest.mark.parametrize("name", [*map(marked, SABOTAGES)])

@@ -265,7 +265,11 @@ class HybridChecks(RuleBasedStateMachine):
         """P21: the events add up to what can be found: of a state the first piece."""
         if self.kv.events is None:
             return
-        self.events += self.kv.events.take()
+        for event in self.kv.events.take():
+            if isinstance(event, kvcore.BlocksRemoved):
+                gone = {(event.group, name) for name in event.block_hashes}
+                expect("P21", gone <= kvcore.fold(self.events), True, "whether it was stored")
+            self.events.append(event)
         wanted = set()
         for number, tree in enumerate(self.kv.pool.trees):
             names = {id(root): kvcore.digest(root.tokens, "xxh3-128") for root in tree.roots()}
@@ -405,13 +409,15 @@ class HybridChecks(RuleBasedStateMachine):
         kv, real = self.kv, entry.real
         need, optional = self.needs(entry, 0, entry.computed + count)
         free = kv.num_free_blocks
-        expect("P13", kv.can_reserve(real, count), need <= free, "whether it can reserve")
-        expect("P13", kv.num_missing_blocks(real, count), need, "the blocks it says are missing")
+        said = kv.can_reserve(real, count), kv.num_missing_blocks(real, count)
         if need > free:
+            expect("P13", said, (False, need), "whether it can reserve, and what is missing")
             refused("P36", kvcore.OutOfBlocksError, self.view, lambda: kv.reserve(real, count))
             return False
         had = real.state.write
         appended = self.takes(lambda: kv.reserve(real, count))
+        kvcore.check(kv)
+        expect("P13", said, (True, need), "whether it can reserve, and what is missing")
         if need + optional > free and optional:
             entry.kept, optional = 0, 0
         expect("P36", free - kv.num_free_blocks, need + optional, "the blocks it takes")

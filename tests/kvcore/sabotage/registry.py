@@ -32,6 +32,7 @@ class Sabotage:
         patches: functions of kvcore and what takes their place.
         edits: functions and what has their code instead; without layouts the programs of steps
             must notice.
+        near: the only rules that the machine runs; empty: all.
     """
 
     make: Any
@@ -41,6 +42,7 @@ class Sabotage:
     rows: tuple = ()
     patches: tuple = ()
     edits: tuple = ()
+    near: tuple = ()
 
     @contextmanager
     def planted(self):
@@ -117,7 +119,7 @@ def patched(original, *properties, rows=(), layouts=("full",)):
 
 
 def edited(
-    name, original, old, new, *properties, machine=machines.ManagerMachine, layouts=(), rows=()
+    name, original, old, new, *properties, machine=machines.ManagerMachine, layouts=(), near=()
 ):
     """Register a function of kvcore, a part of whose source is replaced.
 
@@ -128,8 +130,8 @@ def edited(
         machine,
         frozenset(properties),
         layouts,
-        rows,
         edits=((original, _with_edit(name, original, old, new)),),
+        near=near,
     )
 
 
