@@ -22,7 +22,6 @@ LIFE = ("open", "run", "close")
 NEAR = {  # the rules that are near a bug; in their order a first one that fits its name
     "of_unknown_tokens_go_to_a_fork": ("open", "run_ahead", "fork", "close_all"),
     "of_unknown": (*LIFE, "expect_some", "run_ahead"),
-    "of_old_weights": ("open", "run_ahead", "reset", "resolve", "close_all"),
     "are_loaded": ("open", "begin_load", "commit_load"),
     "of_a_load": ("open", "begin_load", "commit_load"),
     "leak_when_a_load": ("open", "run", "begin_load", "commit_load"),
@@ -159,14 +158,6 @@ wrong(
     "table.kept_at > len(seq.packed)",
     "False",
     "P31",
-    "P32",
-    "P6",
-)
-wrong(
-    "of_old_weights_are_published_after_a_reset",
-    StateMove.__init__,
-    "self._kept_at <= known and seq.namespace_key is not None",
-    "self._kept_at <= known",
     "P32",
     "P6",
 )
