@@ -313,7 +313,7 @@ class HybridMachine(HybridChecks):
         starts = {entry: kept}
         if kept < entry.real.num_settled_tokens:
             prefix = entry.prefix(kept + 1)
-            starts = {e: kept for e in self.agreeing(entry.real.namespace_key, prefix)}
+            starts = dict.fromkeys(self.agreeing(entry.real.namespace_key, prefix), kept)
         if kept < entry.computed:
             self.spoil(entry.origin, entry.prefix(kept + 1))
         self.set_back(lambda: self.kv.fail_load(entry.real, kept), starts)

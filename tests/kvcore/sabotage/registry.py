@@ -4,6 +4,7 @@
 """
 
 import __future__
+
 import inspect
 import sys
 import textwrap
