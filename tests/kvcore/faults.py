@@ -51,6 +51,9 @@ LINKS = {
     "_set",
     "BlockTable.next_pass",
     "cut_tables",
+    "StateMove.apply",
+    *(f"StateTable.{name}" for name in ("room", "next_due", "next_stop", "forget")),
+    "resume",
 }
 # What looks at a state, and is not part of any verb.
 OUTSIDE = {"kvcore.inspect.invariants", "kvcore.testing"}

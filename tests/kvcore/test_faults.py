@@ -16,8 +16,19 @@ LAYOUTS = {
     "full and window": [kvcore.FullAttention(), kvcore.SlidingWindow(6)],
     "wide, chunk": [kvcore.FullAttention(8), kvcore.ChunkedLocal(8)],
     "six and four": [kvcore.FullAttention(6), kvcore.SlidingWindow(5, 4)],
+    "full and state": [kvcore.FullAttention(), kvcore.RecurrentState(2)],
+    "full, window, state": [
+        kvcore.FullAttention(),
+        kvcore.SlidingWindow(6),
+        kvcore.RecurrentState(1, every=8),
+    ],
 }
-NUM_BLOCKS = {"full": 36, "six and four": 58}  # nearly full; the others: 65
+NUM_BLOCKS = {  # nearly full; the others: 65
+    "full": 36,
+    "six and four": 58,
+    "full and state": 72,
+    "full, window, state": 84,
+}
 CAT = kvcore.MultimodalItem(b"cat", 1, 3, b"\x01\x00\x01")
 DOG = kvcore.MultimodalItem(b"dog", 13, 2)
 STRONG = kvcore.Retention(0, 6, priority=3, max_steps=2)
@@ -250,6 +261,7 @@ def test_every_kind_of_place_is_tried(faults):
         *("KVSequence.__init__", "Node.__init__", "Lease.__init__", "CopyOrder.__init__"),
         *("the caller's __index__", "the caller's __len__", "the caller's __iter__"),
         "the caller's __next__",
+        *("StateMove.__init__", "publish_state", "publish_kept", "find_resume", "_go_back"),
     }
     assert wanted - set(faults.places) == set()
 

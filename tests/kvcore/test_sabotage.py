@@ -19,6 +19,7 @@ SEAMS = {
     machines.FreeQueueMachine: "make_queue",
     machines.PoolMachine: "make_pool",
     machines.ManagerMachine: "make_manager",
+    machines.HybridMachine: "make_manager",
 }
 
 LIVES = ("open", "open_again", "run", "fork", "append", "truncate", "close")
@@ -55,7 +56,7 @@ All of them run where no bug is planted (`test_machines`), and on every bug that
 
 def only_near(name, machine):
     """What a subclass of the machine has in order to run no rules but those near a planted bug."""
-    near = NEAR.get(name, NEAR.get(name.partition("_")[0]))
+    near = SABOTAGES[name].near or NEAR.get(name, NEAR.get(name.partition("_")[0]))
     rules = {rule: getattr(machine, rule) for rule in dir(machine) if near}
     return {
         rule: functools.partialmethod(method)  # callable as before, and no rule
@@ -85,11 +86,11 @@ def hunt(name, settings=HUNT):
     """
     planted = SABOTAGES[name]
     seam = {SEAMS[planted.machine]: staticmethod(planted.make), "layouts": planted.layouts}
-    seam["with_events"] = "always" if name.startswith("events") else "never"
+    seam["with_events"] = "always" if "P21" in planted.properties else "never"
     broken = type(name, (planted.machine,), seam | only_near(name, planted.machine))
     try:
         with planted.planted(), same_draws():
-            if planted.edits:
+            if planted.edits and not planted.layouts:
                 run_programs(0, 1000)
             else:
                 run_state_machine_as_test(broken, settings=settings)
@@ -108,6 +109,9 @@ LONG = {  # searches of ten seconds and more
     "look_ups_forget_what_they_were_asked_to_keep",
     "look_ups_make_what_they_find_young",
     "manager_keeps_from_others_what_was_not_looked_up",
+    "states_are_forgotten_until_their_tokens_are_known",
+    "states_are_written_when_shared",
+    "states_resume_where_a_window_is_gone",
 }
 
 
@@ -121,6 +125,9 @@ def test_those_that_are_named_here_are_planted_and_have_rules():
     assert {*SABOTAGES, *first_words} >= set(NEAR)
     for rules in NEAR.values():
         assert all(hasattr(getattr(machines.ManagerMachine, rule), RULE_MARKER) for rule in rules)
+    for planted in SABOTAGES.values():
+        for rule in planted.near:
+            assert hasattr(getattr(planted.machine, rule), RULE_MARKER), rule
 
 
 @pytest.mark.parametrize("name", [*map(marked, SABOTAGES)])

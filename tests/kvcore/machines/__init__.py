@@ -5,8 +5,9 @@ after every step, and checks that a refused call has changed nothing. `make_*` a
 which a sabotaged part can be put in the real one's place.
 """
 
+from tests.kvcore.machines.hybrid_rules import HybridMachine
 from tests.kvcore.machines.manager import ManagerMachine
 from tests.kvcore.machines.pool import PoolMachine
 from tests.kvcore.machines.queue import FreeQueueMachine
 
-__all__ = ["FreeQueueMachine", "ManagerMachine", "PoolMachine"]
+__all__ = ["FreeQueueMachine", "HybridMachine", "ManagerMachine", "PoolMachine"]

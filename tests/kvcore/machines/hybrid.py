@@ -158,9 +158,10 @@ class HybridChecks(RuleBasedStateMachine):
 
     def found(self):
         """For each group what can be found, by namespace key and content; states: their pieces."""
-        found = []
-        for tree in self.kv.pool.trees[:-1]:
-            found.append({spelled(node) for node in tree.nodes() if node.first_copy is not None})
+        found = [
+            {spelled(node) for node in tree.nodes() if node.first_copy is not None}
+            for tree in self.kv.pool.trees[:-1]
+        ]
         states = {}
         for node in self.kv.pool.trees[-1].nodes():
             if node.first_copy is not None and len(node.tokens) != 2:
@@ -265,7 +266,11 @@ class HybridChecks(RuleBasedStateMachine):
         """P21: the events add up to what can be found: of a state the first piece."""
         if self.kv.events is None:
             return
-        self.events += self.kv.events.take()
+        for event in self.kv.events.take():
+            if isinstance(event, kvcore.BlocksRemoved):
+                gone = {(event.group, name) for name in event.block_hashes}
+                expect("P21", gone <= kvcore.fold(self.events), True, "whether it was stored")
+            self.events.append(event)
         wanted = set()
         for number, tree in enumerate(self.kv.pool.trees):
             names = {id(root): kvcore.digest(root.tokens, "xxh3-128") for root in tree.roots()}
@@ -405,13 +410,15 @@ class HybridChecks(RuleBasedStateMachine):
         kv, real = self.kv, entry.real
         need, optional = self.needs(entry, 0, entry.computed + count)
         free = kv.num_free_blocks
-        expect("P13", kv.can_reserve(real, count), need <= free, "whether it can reserve")
-        expect("P13", kv.num_missing_blocks(real, count), need, "the blocks it says are missing")
+        said = kv.can_reserve(real, count), kv.num_missing_blocks(real, count)
         if need > free:
+            expect("P13", said, (False, need), "whether it can reserve, and what is missing")
             refused("P36", kvcore.OutOfBlocksError, self.view, lambda: kv.reserve(real, count))
             return False
         had = real.state.write
         appended = self.takes(lambda: kv.reserve(real, count))
+        kvcore.check(kv)
+        expect("P13", said, (True, need), "whether it can reserve, and what is missing")
         if need + optional > free and optional:
             entry.kept, optional = 0, 0
         expect("P36", free - kv.num_free_blocks, need + optional, "the blocks it takes")
@@ -534,7 +541,7 @@ class HybridChecks(RuleBasedStateMachine):
     # What turns out to be wrong.
 
     def spoil(self, origin, prefix, *, beyond=False):
-        """What was computed from this prefix on is wrong; with `beyond`: after it, and its state."""
+        """What a prefix ends with is wrong, and what follows; `beyond`: its state alone is."""
 
         def is_wrong(its_origin, its_prefix):
             return its_origin == origin and its_prefix[: len(prefix)] == prefix
@@ -542,9 +549,9 @@ class HybridChecks(RuleBasedStateMachine):
         for block_id, content in self.memory.items():
             if isinstance(content, dict):
                 for place, slot in content.items():
-                    if slot != BAD and is_wrong(*slot[1:]):
-                        if not beyond or len(slot[2]) > len(prefix):
-                            content[place] = BAD
+                    is_after = slot != BAD and len(slot[2]) > len(prefix) - (not beyond)
+                    if is_after and is_wrong(*slot[1:]):
+                        content[place] = BAD
             elif content != BAD and is_wrong(*content[2:]):
                 self.memory[block_id] = BAD
         for key in [key for key, content in self.ended.items() if is_wrong(*content)]:
@@ -582,17 +589,19 @@ class HybridChecks(RuleBasedStateMachine):
         starts, doubts = {}, []
         for entry in self.live:
             real, state = entry.real, entry.real.state
-            ends = [(state.read, entry.computed), (state.kept, entry.kept)]
-            for pieces, length in ends:
-                if any(block in pieces for block in blocks):
+            for pieces, length in ((state.read, entry.computed), (state.kept, entry.kept)):
+                if not set(pieces).isdisjoint(blocks):
                     self.doubt(entry, length - 1, starts, doubts)
                     self.spoil(entry.origin, entry.prefix(length), beyond=True)
-            for table in real.tables:
-                for place in range(table.num_null, len(table.blocks)):
-                    start = place * table.block_size
-                    if table.blocks[place] in blocks and start < entry.computed:
-                        self.doubt(entry, start, starts, doubts)
-                        self.spoil(entry.origin, entry.prefix(start + 1))
+            places = [
+                place * table.block_size
+                for table in real.tables
+                for place, block in enumerate(table.blocks)
+                if block in blocks and place * table.block_size < entry.computed
+            ]
+            for start in places:
+                self.doubt(entry, start, starts, doubts)
+                self.spoil(entry.origin, entry.prefix(start + 1))
         for block in blocks:
             if block.node is not None:
                 self.doubt_content(block, doubts)

@@ -201,6 +201,7 @@ class HybridMachine(HybridChecks):
                 opened_at=entry.opened_at,
             )
         )
+        self.check_stop(self.live[-1])
         return self.live[-1]
 
     @some()
@@ -312,7 +313,7 @@ class HybridMachine(HybridChecks):
         starts = {entry: kept}
         if kept < entry.real.num_settled_tokens:
             prefix = entry.prefix(kept + 1)
-            starts = {e: kept for e in self.agreeing(entry.real.namespace_key, prefix)}
+            starts = dict.fromkeys(self.agreeing(entry.real.namespace_key, prefix), kept)
         if kept < entry.computed:
             self.spoil(entry.origin, entry.prefix(kept + 1))
         self.set_back(lambda: self.kv.fail_load(entry.real, kept), starts)
@@ -334,7 +335,7 @@ class HybridMachine(HybridChecks):
         self.set_back(lambda: self.kv.fail_blocks(ids), starts)
 
     @precondition(lambda self: self.live)
-    @rule(chance=st.integers(0, 4), canonical=st.booleans())
+    @rule(chance=st.integers(0, 2), canonical=st.booleans())
     def reset(self, chance, canonical):
         if chance:
             return
@@ -403,6 +404,35 @@ class HybridMachine(HybridChecks):
         self.end(entry)
         if elements:
             self.run_all(self.begin(elements, name, how="resumed"))
+
+    @some(lambda e: not e.future)
+    @rule(
+        which=WHICH,
+        steps=st.integers(1, 8),
+        then=st.sampled_from(["fork", "cut", "close", "lease"]),
+    )
+    def pass_a_boundary(self, which, steps, then):
+        """A state is kept at the end of a block; then a sequence parts, goes back or ends."""
+        entry = self.pick(which, lambda e: not e.future)
+        more = [0] * (-max(len(entry.known), 1) % self.common)
+        if len(entry.known) > LONGEST:
+            return
+        self.kv.extend(entry.real, more)
+        entry.known += more
+        if not self.run_all(entry, stops=False):
+            return
+        if then == "fork" and len(self.live) < 6:
+            self.split(entry)
+        elif then == "lease":
+            self.take_lease(entry, "store")
+        for _ in range(steps):
+            if not self.ready(entry) or not self.step([entry], [([1], 1, [], 1)]):
+                return
+            self.agree()
+        if then == "cut":
+            self.cut(entry, len(entry.known) - steps // 2)
+        elif then == "close":
+            self.end(entry)
 
     @some()
     @rule(first=TOKENS, steps=st.integers(1, 14), together=st.integers(1, 3), room=st.booleans())

@@ -3,6 +3,8 @@
 `rows` are rows of the corpus of real bugs (docs/reference/corpus.md).
 """
 
+import __future__
+
 import inspect
 import sys
 import textwrap
@@ -30,7 +32,9 @@ class Sabotage:
         layouts: the layer groups on which it shows.
         rows: the rows of the corpus that it re-creates.
         patches: functions of kvcore and what takes their place.
-        edits: functions and what has their code instead; the programs of steps must notice.
+        edits: functions and what has their code instead; without layouts the programs of steps
+            must notice.
+        near: the only rules that the machine runs; empty: all.
     """
 
     make: Any
@@ -40,6 +44,7 @@ class Sabotage:
     rows: tuple = ()
     patches: tuple = ()
     edits: tuple = ()
+    near: tuple = ()
 
     @contextmanager
     def planted(self):
@@ -129,14 +134,20 @@ def patched(original, *properties, rows=(), layouts=("full",)):
     return register
 
 
-def edited(name, original, old, new, *properties):
-    """Register a function of kvcore, a part of whose source is replaced, as a bug of steps."""
+def edited(
+    name, original, old, new, *properties, machine=machines.ManagerMachine, layouts=(), near=()
+):
+    """Register a function of kvcore, a part of whose source is replaced.
+
+    As a bug of steps, or of another machine.
+    """
     SABOTAGES[name] = Sabotage(
         kvcore.KVCacheManager,
-        machines.ManagerMachine,
+        machine,
         frozenset(properties),
-        (),
+        layouts,
         edits=((original, _with_edit(name, original, old, new)),),
+        near=near,
     )
 
 
@@ -144,9 +155,10 @@ def _with_edit(name, original, old, new):
     """The function with its source replaced; the function itself where that is compiled."""
     if not inspect.isfunction(original):
         return original
-    source = textwrap.dedent(inspect.getsource(original))
+    source = textwrap.dedent(inspect.getsource(original)).removeprefix("@property\n")
     assert source.count(old) == 1, f"{name}: {original.__name__} has {source.count(old)} {old!r}"
     made = {}
-    code = compile(source.replace(old, new), inspect.getsourcefile(original), "exec")
+    flags = __future__.annotations.compiler_flag  # as in the modules of kvcore
+    code = compile(source.replace(old, new), inspect.getsourcefile(original), "exec", flags)
     exec(code, vars(sys.modules[original.__module__]), made)  # noqa: S102  # with its own globals
     return made[original.__name__]
