@@ -29,6 +29,7 @@ HELD = ("lease", "end_lease", "close_in_flight", "reset_in_flight", "twins")
 TRANSFERS = ("lease", "fail_transfer", "fail_blocks")
 UNKNOWN = ("expect", "resolve", "read_a_step", "verify_later", "run_ahead", "write_and_commit")
 NEAR = {  # a planted bug, or the first word of its name: the rules that are near it
+    "groups_keep_in_part_what_another_reads": (*LIVES, *LOADS, *TRANSFERS),
     "items": (*LIVES, "meet_the_neighbours"),
     "leases": (*LIVES, *HELD, "reserve", "tick"),
     "leases_count_what_a_look_up_found": ("open", "run", "close_in_flight", "close"),
@@ -44,6 +45,7 @@ NEAR = {  # a planted bug, or the first word of its name: the rules that are nea
     "manager_overwrites_what_a_fork_shares": (*LIVES, "diverge", "edit"),
     "manager_publishes_a_half_full_block": (*LIVES, "reserve", "write_and_commit"),
     "manager_publishes_what_a_step_only_schedules": (*LIVES, "serve"),
+    "manager_uses_a_node_that_stands_for_something": (*LIVES, "come_back_under_pressure", "churn"),
     "retention": (*LIVES, *KEPT, "tick"),
     "transfers_fail_and_hold_their_blocks": (*LIVES, *TRANSFERS),
     "unknown": (*LIVES, *UNKNOWN, "reserve"),
@@ -112,6 +114,7 @@ LONG = {  # searches of ten seconds and more
     "states_are_forgotten_until_their_tokens_are_known",
     "states_are_written_when_shared",
     "states_resume_where_a_window_is_gone",
+    "step_gives_a_decoder_its_neighbours_token",
 }
 
 

@@ -156,7 +156,7 @@ class ManagerVerbs(ManagerChecks):
         self.write(entry, count)
         self.kv.commit(real, count)
         self.naive.commit(naive, count)
-        self.check_published("P9")
+        kvcore.check(self.kv)
 
     def write(self, entry, count):
         """The forward pass: the KV of the next tokens, in every group."""
