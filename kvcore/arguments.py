@@ -18,7 +18,7 @@ from kvcore.errors import InvalidArgumentError
 
 _Item = TypeVar("_Item")
 
-MAX_COUNT: Final = 2**62 - 1
+MAX_COUNT: Final = 2**62
 """The largest number of tokens, blocks or steps that a call accepts."""
 
 
