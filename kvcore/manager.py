@@ -168,9 +168,9 @@ class KVCacheManager:
             namespace: it shares blocks with sequences of the same namespace; None: it shares none.
             items: multimodal items (images, embeddings), in order and without overlap.
             retain: the ranges of tokens to keep in the cache longer than others.
-            boundaries: positions at which recurrent states are wanted, such as the last turn of a
-                conversation: the last block boundary before each. The end of the prompt, and where
-                it parts from what is cached, are always among them.
+            boundaries: positions at which recurrent states are to be published, such as the start
+                of a conversation's last turn, rounded down to block boundaries. The end of the
+                prompt and the end of its cached KV are always included.
             resumed: the request was preempted before; the statistics count it separately.
             skip_reading: compute all tokens without a look-up. Other sequences can hit its blocks,
                 and the statistics do not count it.

@@ -87,9 +87,9 @@ class RecurrentState:
 
     Attributes:
         num_blocks: the blocks that one state of a sequence takes; at least 1.
-        every: also keep the state after each multiple of so many tokens; 0: only at the ends of
-            prompts, where prompts diverge, and at the boundaries that `open` is given.
-        block_size: the states after multiples of so many tokens can be found. The least common
+        every: publish the state at each multiple of this number of tokens, too; 0: only at the
+            ends of prompts, where prompts diverge, and at the boundaries given to `open`.
+        block_size: tokens between two positions at which a state can be hit: the least common
             multiple of the block sizes of all other groups; 0: filled in by the manager.
     """
 

@@ -22,7 +22,7 @@ from typing import final
 
 from kvcore.block import PIECE_KEY_BYTES, Block
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import NEVER, LayerGroup, RecurrentState, SlidingWindow
+from kvcore.tables.groups import NEVER, LayerGroup, RecurrentState, SlidingWindow, state_group
 
 
 @final
@@ -32,7 +32,7 @@ class StateTable:
     Attributes:
         group: the layer group.
         number: its place among the layer groups: the last.
-        block_size: the states after multiples of so many tokens can be found.
+        block_size: tokens between two positions at which a state can be hit.
         lookup: an empty table for look-ups: a prefix needs the last block of it, as for a sliding
             window of one token.
         read: the state after the computed tokens; empty if there are none: all zeros.
@@ -158,8 +158,8 @@ class StateTable:
 
 def new_states(groups: Sequence[LayerGroup]) -> StateTable | None:
     """Return an empty table for the last group if that one keeps states; otherwise None."""
-    last = groups[-1]
-    return StateTable(last, len(groups) - 1) if isinstance(last, RecurrentState) else None
+    group = state_group(groups)
+    return None if group is None else StateTable(group, len(groups) - 1)
 
 
 def is_writable(pieces: list[Block]) -> bool:

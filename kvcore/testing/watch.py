@@ -73,7 +73,7 @@ class Watch:
         return as_tables("states", self.program.ask("states", request), 3)
 
     def check_states(self, request: Request, live: Iterable[Request]) -> None:
-        """P31, P33: a request's state is that of its own tokens, and nobody else's to write."""
+        """P31, P33: a request reads the state of its own tokens; no other holds what it writes."""
         if not request.states:
             return
         reads, writes, _ = request.states

@@ -115,7 +115,7 @@ class StateMove:
             self.is_optional = False
 
     def publish(self, pool: BlockPool) -> None:
-        """Publish what is due, unless another sequence has. All or nothing. O(tokens)."""
+        """Publish the states that are due and not cached yet. All or nothing. O(tokens)."""
         for pieces, num_tokens in self._due:
             publish_state(pool, self._seq, self._table, pieces, num_tokens)
 
@@ -180,7 +180,7 @@ def find_resume(
     Args:
         pool: the pool.
         seq: the sequence; it has computed at least `limit` tokens.
-        limit: at most so many tokens stay computed.
+        limit: the most tokens that can stay computed.
         invalid: the blocks of states that must not be used.
 
     Returns:
