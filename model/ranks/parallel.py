@@ -146,7 +146,13 @@ class _Sharding:
         config = network.config.get_text_config()
         self._is_sparse = any(getattr(config, "activation_sparsity_pattern", None) or ())
         self._num_heads = int(getattr(config, "num_attention_heads", ranks.size))
-        self._num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self._num_heads)
+        # Gemma 4's layers differ: {number of a layer: its configuration}
+        is_mixed = getattr(config, "is_heterogeneous", False)
+        layers = dict(enumerate(config.per_layer_config)) if is_mixed else {None: config}
+        self._kv_heads = {
+            number: int(getattr(layer, "num_key_value_heads", None) or self._num_heads)
+            for number, layer in layers.items()
+        }
 
     def run(self) -> None:
         self._check_heads()
@@ -160,16 +166,21 @@ class _Sharding:
                     self._cut_parameter(name, module, own, parameter, style)
                 elif style is not None and style not in _WHOLE:
                     raise self._unknown(f"{name}.{own}", style)
-        if self._repeats:  # the number of query heads per KV head
-            groups: object = self._num_heads // self._ranks.size
-            for module in self._network.modules():
-                if hasattr(module, _GROUPS):
-                    setattr(module, _GROUPS, groups)
+        groups: object = self._num_heads // self._ranks.size  # query heads per KV head
+        for name, module in self._network.named_modules():
+            if hasattr(module, _GROUPS) and self._repeats(name):
+                setattr(module, _GROUPS, groups)
 
-    @property
-    def _repeats(self) -> bool:
-        """Whether several ranks have the same KV head. O(1)."""
-        return self._num_kv_heads < self._ranks.size and bool(self._cut_projections)
+    def _num_kv_heads(self, name: str) -> int:
+        """The KV heads of the layer that a module or parameter is in. O(name)."""
+        if None in self._kv_heads:
+            return self._kv_heads[None]
+        number = re.search(r"\.(\d+)\.", name)
+        return self._kv_heads[int(number[1]) if number else 0]
+
+    def _repeats(self, name: str) -> bool:
+        """Whether several ranks have the same KV head of a module's layer. O(name)."""
+        return self._num_kv_heads(name) < self._ranks.size and bool(self._cut_projections)
 
     @property
     def _cut_projections(self) -> set[str]:
@@ -186,20 +197,22 @@ class _Sharding:
             )
         if not self._cut_projections:
             return
-        if self._num_kv_heads % size and not self._cut_projections.isdisjoint(_FUSED):
-            raise UnsupportedModelError(
-                f"--tp: wanted a divisor of the network's {self._num_kv_heads} KV heads, got {size}"
-            )
         if self._num_heads % size:
             raise UnsupportedModelError(
                 f"--tp: wanted a divisor of the network's {self._num_heads} attention heads, "
                 f"got {size}"
             )
-        if max(self._num_kv_heads, size) % min(self._num_kv_heads, size):
-            raise UnsupportedModelError(
-                f"--tp: wanted a divisor or a multiple of the network's {self._num_kv_heads} KV "
-                f"heads, got {size}"
-            )
+        is_fused = not self._cut_projections.isdisjoint(_FUSED)
+        for count in set(self._kv_heads.values()):
+            if is_fused and count % size:
+                raise UnsupportedModelError(
+                    f"--tp: wanted a divisor of the network's {count} KV heads, got {size}"
+                )
+            if max(count, size) % min(count, size):
+                raise UnsupportedModelError(
+                    f"--tp: wanted a divisor or a multiple of the network's {count} KV heads, "
+                    f"got {size}"
+                )
 
     def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
         if style in _WHOLE:
@@ -284,9 +297,9 @@ class _Sharding:
         dim = max(tensor.dim() - 2, 0)
         if style == "packed_colwise":
             return self._part(name, tensor, dim, pieces=2 if tensor.dim() > 1 else 1)
-        if name.split(".")[-2] in _KEYS_AND_VALUES and self._repeats:
-            heads = tensor.chunk(self._num_kv_heads, dim)
-            return heads[self._ranks.rank * self._num_kv_heads // self._ranks.size].clone()
+        if name.split(".")[-2] in _KEYS_AND_VALUES and self._repeats(name):
+            count = self._num_kv_heads(name)
+            return tensor.chunk(count, dim)[self._ranks.rank * count // self._ranks.size].clone()
         return self._part(name, tensor, dim)
 
     def _part(self, name: str, tensor: Tensor, dim: int, *, pieces: int = 1) -> Tensor:

@@ -74,7 +74,7 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
     if len(set(ranks.all_gather(got.numpy().tobytes()))) != 1:
         return "the ranks have different logits"
     error = float((got - wanted).abs().max() / wanted.abs().max())
-    return "equal" if error < 1e-5 else f"differs by {error:.1e}"
+    return "equal" if error < 5e-5 else f"differs by {error:.1e}"
 
 
 def _engine(ranks: Ranks, *, is_checked: bool, num_blocks: int = 40) -> TwinEngine:

@@ -160,6 +160,7 @@ def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, si
     walked = json.loads(DATA.read_text())["outcomes"]
     names = [f"{name}/{variant}" for name, variant, outcome in walked if outcome == "equal"]
     ended = torchrun(size, str(_ROOT / "tests/model/ranks_main.py"), what, *names, timeout_s=1200)
+    assert ended.returncode == 0, ended.stderr[-4000:]
     outcomes = json.loads(ended.stdout)
     refusals = ("refused: --tp: ", "refused: --expert-parallel: ", "not dense: ")
     wrong = {
