@@ -24,7 +24,7 @@ import kvcore
 from model.caches.memory import MemoryPlan, plan_memory
 from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.config import EngineConfig, SchedulerConfig
-from model.control.drafts import Drafter, NgramDrafts, held
+from model.control.drafts import Drafter, NgramDrafts, accepted_tokens
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
@@ -523,7 +523,7 @@ class Engine:
             if request.is_finished or number not in tokens:
                 continue
             stream, count = self._streams[number], 0
-            accepted = held(request, drafts, tokens[number], ahead)
+            accepted = accepted_tokens(request, drafts, tokens[number], ahead)
             for token in accepted:
                 stream.add(token)
                 count += 1

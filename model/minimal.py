@@ -94,7 +94,7 @@ def propose(tokens: Sequence[int], limit: int) -> list[int]:
     return []
 
 
-# Full version: model.control.drafts.held
+# Full version: model.control.drafts.accepted_tokens
 def verify(sampled: Sequence[int], draft_tokens: Sequence[int]) -> list[int]:
     """Keep the sampled tokens up to the first that differs from its draft (arXiv:2211.17192)."""
     matches = [token == draft for token, draft in zip(sampled, draft_tokens, strict=False)]

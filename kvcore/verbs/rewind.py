@@ -264,11 +264,11 @@ def invalidate_from(
     Returns:
         The sequences that were set back.
     """
-    doubts: list[InvalidPrefix] = []
-    sound: dict[Block, int] = {}
-    _computed_from(seq, num_tokens, sound, doubts)
-    _add_invalid(pool, sound, doubts, sequences)
-    return _take_from_all(pool, sound, sequences, [])
+    prefixes: list[InvalidPrefix] = []
+    valid_up_to: dict[Block, int] = {}
+    _computed_from(seq, num_tokens, valid_up_to, prefixes)
+    _add_invalid(pool, valid_up_to, prefixes, sequences)
+    return _take_from_all(pool, valid_up_to, sequences, [])
 
 
 def invalidate_blocks(
@@ -286,45 +286,45 @@ def invalidate_blocks(
         The sequences that were set back.
     """
     nodes = {block.node for block in blocks if block.node is not None}
-    sound: dict[Block, int] = {}
-    doubts: list[InvalidPrefix] = []
+    valid_up_to: dict[Block, int] = {}
+    prefixes: list[InvalidPrefix] = []
     for block in blocks:
         node = block.node
         if node is not None:
-            sound[block] = 0
+            valid_up_to[block] = 0
             if node.parent not in nodes:  # that one covers all nodes below it
-                doubts.append(_spelled(node, pool.block_sizes[block.group]))
+                prefixes.append(_invalid_prefix(node, pool.block_sizes[block.group]))
     bad = dict.fromkeys(blocks, 0)
     for seq in sequences:
         start = _first_invalid(seq, bad)
         if start < seq.num_computed_tokens:
-            _computed_from(seq, start, sound, doubts)
-    _add_invalid(pool, sound, doubts, sequences)
-    return _take_from_all(pool, sound, sequences, leased)
+            _computed_from(seq, start, valid_up_to, prefixes)
+    _add_invalid(pool, valid_up_to, prefixes, sequences)
+    return _take_from_all(pool, valid_up_to, sequences, leased)
 
 
 def _computed_from(
-    seq: KVSequence, num_tokens: int, sound: dict[Block, int], doubts: list[InvalidPrefix]
+    seq: KVSequence, num_tokens: int, valid_up_to: dict[Block, int], prefixes: list[InvalidPrefix]
 ) -> None:
     """Mark the blocks of a sequence as valid up to `num_tokens`, and list the invalid prefix."""
     for table in seq.tables:
         present = max(num_tokens // table.block_size, table.num_null)
         stop = -(-seq.num_computed_tokens // table.block_size)
-        _add(sound, table.blocks[present:stop], num_tokens)
+        _add(valid_up_to, table.blocks[present:stop], num_tokens)
     if seq.state is not None and num_tokens < seq.num_computed_tokens:
-        _add(sound, seq.state.read, num_tokens)
+        _add(valid_up_to, seq.state.read, num_tokens)
         if seq.state.kept_at > num_tokens:
-            _add(sound, seq.state.kept, num_tokens)
+            _add(valid_up_to, seq.state.kept, num_tokens)
     if num_tokens < seq.num_settled_tokens:  # other sequences share only known tokens
-        doubts.append(InvalidPrefix(seq.namespace_key, seq.packed, seq.items, num_tokens))
+        prefixes.append(InvalidPrefix(seq.namespace_key, seq.packed, seq.items, num_tokens))
 
 
-def _add(sound: dict[Block, int], blocks: Sequence[Block], num_tokens: int) -> None:
+def _add(valid_up_to: dict[Block, int], blocks: Sequence[Block], num_tokens: int) -> None:
     for block in blocks:
-        sound[block] = min(num_tokens, sound.get(block, num_tokens))
+        valid_up_to[block] = min(num_tokens, valid_up_to.get(block, num_tokens))
 
 
-def _spelled(node: Node, size: int) -> InvalidPrefix:
+def _invalid_prefix(node: Node, size: int) -> InvalidPrefix:
     """Return the prefix that ends with the invalid content of a node. O(its tokens)."""
     while node.is_piece() and node.parent is not None:
         node = node.parent
@@ -341,8 +341,8 @@ def _spelled(node: Node, size: int) -> InvalidPrefix:
 
 def _add_invalid(
     pool: BlockPool,
-    sound: dict[Block, int],
-    doubts: Sequence[InvalidPrefix],
+    valid_up_to: dict[Block, int],
+    prefixes: Sequence[InvalidPrefix],
     sequences: Sequence[KVSequence],
 ) -> None:
     """Mark all blocks with a prefix that is longer than the valid part of an invalid one.
@@ -350,40 +350,40 @@ def _add_invalid(
     One token more is enough: a fork may have copied that token and continued differently in the
     same block.
     """
-    for doubt in doubts:
+    for prefix in prefixes:
         for seq in sequences:
-            if _agrees(seq, doubt):
-                _computed_from(seq, doubt.start, sound, [])
+            if _has_settled(seq, prefix):
+                _computed_from(seq, prefix.start, valid_up_to, [])
         for number in range(len(pool.trees)):
-            for node in _spelling(pool, doubt, number):
+            for node in _nodes_past(pool, prefix, number):
                 for below in [node, *node.descendants()]:
-                    _add(sound, below.copies(), doubt.start)
+                    _add(valid_up_to, below.copies(), prefix.start)
 
 
-def _agrees(seq: KVSequence, doubt: InvalidPrefix) -> bool:
+def _has_settled(seq: KVSequence, prefix: InvalidPrefix) -> bool:
     """Return whether a sequence has settled the valid tokens of a prefix and the next one."""
-    count = doubt.start + 1
+    count = prefix.start + 1
     return (
         seq.num_settled_tokens >= count
-        and seq.namespace_key == doubt.namespace_key
-        and seq.packed[:count] == doubt.packed[:count]
-        and cut_items(seq.items, count) == cut_items(doubt.items, count)
+        and seq.namespace_key == prefix.namespace_key
+        and seq.packed[:count] == prefix.packed[:count]
+        and cut_items(seq.items, count) == cut_items(prefix.items, count)
     )
 
 
-def _spelling(pool: BlockPool, doubt: InvalidPrefix, number: int) -> list[Node]:
+def _nodes_past(pool: BlockPool, prefix: InvalidPrefix, number: int) -> list[Node]:
     """Return the first nodes of a group that continue a prefix past its valid tokens."""
-    if doubt.namespace_key is None:
+    if prefix.namespace_key is None:
         return []
     size = pool.block_sizes[number]
-    place = doubt.start // size
-    sound = block_contents(doubt.packed, doubt.items, 0, place, size)
-    above = pool.trees[number].find(doubt.namespace_key, sound)
+    place = prefix.start // size
+    contents = block_contents(prefix.packed, prefix.items, 0, place, size)
+    above = pool.trees[number].find(prefix.namespace_key, contents)
     if above is None:
         return []
-    rows = doubt.start + 1 - place * size
-    tokens = doubt.packed[place * size : doubt.start + 1].tobytes()
-    (items,) = encode_items(cut_items(doubt.items, doubt.start + 1), place, place + 1, size)
+    rows = prefix.start + 1 - place * size
+    tokens = prefix.packed[place * size : prefix.start + 1].tobytes()
+    (items,) = encode_items(cut_items(prefix.items, prefix.start + 1), place, place + 1, size)
     width = size * BYTES_PER_TOKEN
     return [
         node
@@ -394,7 +394,7 @@ def _spelling(pool: BlockPool, doubt: InvalidPrefix, number: int) -> list[Node]:
 
 def _take_from_all(
     pool: BlockPool,
-    sound: dict[Block, int],
+    valid_up_to: dict[Block, int],
     sequences: Sequence[KVSequence],
     leased: Sequence[Block],
 ) -> tuple[KVSequence, ...]:
@@ -402,9 +402,9 @@ def _take_from_all(
 
     Then release each leased block. All or nothing. Returns those sequences.
     """
-    targets = _targets(pool, sound, sequences)
+    targets = _targets(pool, valid_up_to, sequences)
     set_back = tuple([seq for seq, _, _ in targets])
-    by_id = {block.block_id: block for block in sound}
+    by_id = {block.block_id: block for block in valid_up_to}
     released: list[Block] = []
     new: list[Block] = []
     try:
@@ -433,21 +433,21 @@ def _take_from_all(
 
 
 def _targets(
-    pool: BlockPool, sound: dict[Block, int], sequences: Sequence[KVSequence]
+    pool: BlockPool, valid_up_to: dict[Block, int], sequences: Sequence[KVSequence]
 ) -> list[tuple[KVSequence, int, list[Block]]]:
     """Return the sequences to set back, with the tokens that stay computed and their state."""
     targets: list[tuple[KVSequence, int, list[Block]]] = []
-    starts = [(seq, _first_invalid(seq, sound)) for seq in sequences]
+    starts = [(seq, _first_invalid(seq, valid_up_to)) for seq in sequences]
     for seq, start in starts:
         if start < seq.num_computed_tokens:
-            computed, state = _computed_before(seq, sound, start), list[Block]()
+            computed, state = _computed_before(seq, valid_up_to, start), list[Block]()
             if seq.state is not None:
-                computed, state = find_resume(pool, seq, computed, sound)
+                computed, state = find_resume(pool, seq, computed, valid_up_to)
             targets.append((seq, computed, state))
     return targets
 
 
-def _first_invalid(seq: KVSequence, sound: dict[Block, int]) -> int:
+def _first_invalid(seq: KVSequence, valid_up_to: dict[Block, int]) -> int:
     """Return the number of valid computed tokens of a sequence.
 
     O(num_blocks).
@@ -455,7 +455,7 @@ def _first_invalid(seq: KVSequence, sound: dict[Block, int]) -> int:
     first = seq.num_computed_tokens
     for table in seq.tables:
         for place in range(table.num_null, len(table.blocks)):
-            until = sound.get(table.blocks[place])
+            until = valid_up_to.get(table.blocks[place])
             if until is not None:
                 first = min(first, max(until, place * table.block_size))
                 break
@@ -463,12 +463,12 @@ def _first_invalid(seq: KVSequence, sound: dict[Block, int]) -> int:
     if state is not None:
         both = ((state.read, seq.num_computed_tokens), (state.kept, state.kept_at))
         for pieces, length in both:
-            if not sound.keys().isdisjoint(pieces):
+            if not valid_up_to.keys().isdisjoint(pieces):
                 first = min(first, length - 1)
     return first
 
 
-def _computed_before(seq: KVSequence, sound: dict[Block, int], start: int) -> int:
+def _computed_before(seq: KVSequence, valid_up_to: dict[Block, int], start: int) -> int:
     """Return the computed tokens that a sequence keeps, if they are valid up to `start`.
 
     A partly valid block stays if it has no other holder and cannot be hit. O(groups).
@@ -481,7 +481,7 @@ def _computed_before(seq: KVSequence, sound: dict[Block, int], start: int) -> in
             full, rest = divmod(computed, table.block_size)
             if rest and full >= table.num_null:
                 block = table.blocks[full]
-                if block.ref_count > 1 or (block.node is not None and block not in sound):
+                if block.ref_count > 1 or (block.node is not None and block not in valid_up_to):
                     computed -= rest
                     lowered = True
     return computed_in_sight(seq, computed)

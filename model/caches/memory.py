@@ -74,7 +74,7 @@ class MemoryPlan:
     def describe(self, layout: CacheLayout, beside: CacheLayout | None = None) -> str:
         """One line for the user. O(num_layers)."""
         free = "" if self.free_bytes is None else f" of {show_bytes(self.free_bytes)} free"
-        drafts = "" if beside is None else f"; of the draft model {_layers(beside)}"
+        drafts = "" if beside is None else f"; draft model's {_layers(beside)}"
         return (
             f"KV cache: {self.num_blocks:,} blocks of {self.block_size} tokens, "
             f"{show_bytes(self.kv_bytes)}{free} ({self.reason}); {_layers(layout)}{drafts}"
@@ -203,19 +203,19 @@ def _layers(layout: CacheLayout) -> str:
     for layer in own:
         kind = (layer.chunk or 0, layer.window or 0)
         counts[kind] = counts.get(kind, 0) + 1
-    parts = [f"{count} layers see {_seen(*kind)}" for kind, count in sorted(counts.items())]
+    parts = [f"{count} {_attention(*kind)}" for kind, count in sorted(counts.items())]
     groups, readers = len(layout.windows), len(layout.layers) - len(own)
     recurrent = len({state.key.layer for state in layout.states})
-    parts += [f"in {groups} groups"] if groups > 1 else []
-    parts += [f"{readers} layers read the KV of others"] if readers else []
+    parts += [f"{readers} shared-KV"] if readers else []
     kept = show_bytes(layout.state_bytes)
-    return ", ".join(parts + ([f"{recurrent} layers keep {kept}"] if recurrent else []))
+    parts += [f"{recurrent} recurrent with {kept} a state"] if recurrent else []
+    return f"layers: {', '.join(parts)}" + (f"; in {groups} layer groups" if groups > 1 else "")
 
 
-def _seen(chunk: int, window: int) -> str:
+def _attention(chunk: int, window: int) -> str:
     if window:
-        return f"the last {window} tokens"
-    return f"their chunk of {chunk} tokens" if chunk else "all"
+        return f"sliding-window of {window} tokens"
+    return f"chunked-local of {chunk} tokens" if chunk else "full-attention"
 
 
 def _linux_available() -> Iterator[int]:

@@ -49,13 +49,13 @@ class Admission:
         self.num_freeing = 0
         self.num_host_blocks_left = config.num_host_blocks
         # In this step: of requests that have blocks for all they know, and of the others.
-        self._promised: dict[int, int] | None = None  # by request_id; None: not counted yet
-        self._num_promised = 0  # the sum of these
+        self._outlooks: dict[int, int] | None = None  # by request_id; None: not counted yet
+        self._num_needed = 0  # the sum of these
         self._unsettled: dict[int, Request] = {}
 
     def begin_step(self) -> None:
         """Forget what was counted for the step before: requests have moved on since. O(1)."""
-        self._promised, self._unsettled = None, {}
+        self._outlooks, self._unsettled = None, {}
 
     def is_long(self, request: Request) -> bool:
         """Whether a request is longer than the texts whose keys and values are the first. O(1)."""
@@ -95,7 +95,7 @@ class Admission:
         """
         return plan.num_new_blocks + plan.num_revived_blocks
 
-    def num_promised(
+    def num_to_leave_free(
         self, running: Sequence[Request], num_forks: int, leaving: Sequence[Request] = ()
     ) -> int:
         """Return the blocks that a start has to leave free for others; 0 when no request runs.
@@ -109,23 +109,23 @@ class Admission:
         """
         if len(running) == len(leaving):
             return 0
-        if self._promised is None:
-            self._promised, self._num_promised = {}, 0
+        if self._outlooks is None:
+            self._outlooks, self._num_needed = {}, 0
             self._unsettled = {request.request_id: request for request in running}
-        promised = 0
+        num_needed = 0
         for number, request in list(self._unsettled.items()):
             outlook, is_settled = self._outlook(request)
             if is_settled:
                 del self._unsettled[number]
-                self._promised[number] = outlook
-                self._num_promised += outlook
+                self._outlooks[number] = outlook
+                self._num_needed += outlook
             else:
-                promised += outlook
-        promised += self._num_promised
+                num_needed += outlook
+        num_needed += self._num_needed
         for request in leaving:
-            known = self._promised.get(request.request_id)
-            promised -= self._outlook(request)[0] if known is None else known
-        return max(self._watermark, promised + num_forks * self._growth)
+            known = self._outlooks.get(request.request_id)
+            num_needed -= self._outlook(request)[0] if known is None else known
+        return max(self._watermark, num_needed + num_forks * self._growth)
 
     def num_exclusive(self, request: Request) -> int:
         """Blocks that only this request uses: free once it is preempted. O(its blocks)."""
@@ -163,9 +163,9 @@ class Admission:
         """
         sequence = request.running_sequence
         transfer = self._store(request, sequence)
-        if self._promised is not None:
+        if self._outlooks is not None:
             self._unsettled.pop(request.request_id, None)
-            self._num_promised -= self._promised.pop(request.request_id, 0)
+            self._num_needed -= self._outlooks.pop(request.request_id, 0)
         request.preempt()
         self._kv.close(sequence)
         if transfer is not None:

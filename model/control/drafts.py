@@ -59,7 +59,7 @@ def may_have_drafts(request: Request) -> bool:
     return params.grammar is None and not params.counts_tokens
 
 
-def held(
+def accepted_tokens(
     request: Request, drafts: Sequence[int], first: int, ahead: Sequence[int | None]
 ) -> list[int]:
     """The tokens that a pass with drafts gives: those drawn, up to the first draft that was wrong.

@@ -50,8 +50,8 @@ from model.control.step import (
     Step,
     Transfer,
     alike,
+    check_accepted,
     check_drawn,
-    check_held,
     drafts_of,
     samplers,
 )
@@ -290,12 +290,12 @@ class Scheduler:
         while self._budget:
             while prefills and prefills[-1].status is not Status.RUNNING:
                 prefills.pop()
-            request, num_led = self._first_waiting(0) if may_start else (None, 0)
+            request, num_forks = self._first_waiting(0) if may_start else (None, 0)
             if prefills and (request is None or prefills[-1].order < request.order):
                 self._plan_chunk(prefills.pop())
             elif request is None:
                 return
-            elif self._admit(request, num_led):
+            elif self._admit(request, num_forks):
                 self._start(request)
             else:
                 may_start = False
@@ -342,31 +342,31 @@ class Scheduler:
             most = min(most, edge - request.num_tokens)
         return max(0, min(most, self.config.draft_tokens))
 
-    def _first_waiting(self, num_led: int) -> tuple[Request | None, int]:
+    def _first_waiting(self, num_forks: int) -> tuple[Request | None, int]:
         """The first that could start, and how many before it wait for their leaders."""
         for request in self._waiting:
             if not request.is_led:
-                return request, num_led
-            num_led += 1
-        return None, num_led
+                return request, num_forks
+            num_forks += 1
+        return None, num_forks
 
-    def _admit(self, request: Request, num_led: int) -> bool:
+    def _admit(self, request: Request, num_forks: int) -> bool:
         """Whether a waiting request can start now, after preempting what comes behind it."""
         if request.is_expecting or any(store.request is request for store in self._stores):
             return False  # it has just given way itself
         while True:
-            has_place = len(self._running) + num_led < self.config.max_num_seqs
+            has_place = len(self._running) + num_forks < self.config.max_num_seqs
             has_victim = bool(self._running) and request.order < self._running[-1].order
             if not (has_place or has_victim):
                 return False
-            if not has_victim and self._still_has_no_room(request, num_led):
+            if not has_victim and self._still_has_no_room(request, num_forks):
                 return False
             plan = self._admission.plan(request)
             missing = self._admission.num_wanted(plan) - plan.num_free_blocks
             if missing > self._admission.num_freeing and not has_victim:
                 self._note_no_room(request, plan)
                 return False
-            missing += self._admission.num_promised(self._running, num_led)
+            missing += self._admission.num_to_leave_free(self._running, num_forks)
             if has_place and missing <= 0:
                 return request.host_copy is not None or not self._is_prefix_in_flight(
                     request, plan.num_cached_tokens
@@ -376,7 +376,7 @@ class Scheduler:
             if not has_victim:
                 self._note_no_room(request, plan)
                 return False
-            if not self._helps_to_preempt(request, plan, num_led):
+            if not self._helps_to_preempt(request, plan, num_forks):
                 return False
             self._preempt(self._running[-1])
 
@@ -399,23 +399,23 @@ class Scheduler:
                 return
         self._no_room = (request, request.num_tokens, plan)
 
-    def _still_has_no_room(self, request: Request, num_led: int) -> bool:
+    def _still_has_no_room(self, request: Request, num_forks: int) -> bool:
         """Whether a request that found no room finds none now, so that nothing is looked up."""
         if self._no_room is None or self._no_room[:2] != (request, request.num_tokens):
             return False
         missing = self._admission.num_wanted(self._no_room[2]) - self._kv.num_free_blocks
         if missing <= 0:
-            missing += self._admission.num_promised(self._running, num_led)
+            missing += self._admission.num_to_leave_free(self._running, num_forks)
         return missing > 0
 
-    def _helps_to_preempt(self, request: Request, plan: kvcore.Plan, num_led: int) -> bool:
+    def _helps_to_preempt(self, request: Request, plan: kvcore.Plan, num_forks: int) -> bool:
         """Whether a waiting request fits once all that come behind it have given way."""
         victims = [r for r in self._running if r.order >= request.order]
-        if not victims or len(self._running) - len(victims) + num_led >= self.config.max_num_seqs:
+        if not victims or len(self._running) - len(victims) + num_forks >= self.config.max_num_seqs:
             return False
         gained = self._admission.num_freeing + sum(map(self._admission.num_exclusive, victims))
-        promised = self._admission.num_promised(self._running, num_led, victims)
-        missing = self._admission.num_wanted(plan) + promised - plan.num_free_blocks
+        to_leave_free = self._admission.num_to_leave_free(self._running, num_forks, victims)
+        missing = self._admission.num_wanted(plan) + to_leave_free - plan.num_free_blocks
         return len(victims) == len(self._running) or missing <= gained
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
@@ -522,7 +522,7 @@ class Scheduler:
         self._check_in_flight(step)
         live = step.running()
         check_drawn(samplers(live), sampled)
-        check_held(drafts_of(live), samplers(live), sampled, further or {})
+        check_accepted(drafts_of(live), samplers(live), sampled, further or {})
         orders = self._advance(step, live)
         self.accept(sampled, further)
         return orders
@@ -593,7 +593,7 @@ class Scheduler:
         Args:
             sampled: request_id -> the token drawn for it, for everyone who still expects one.
             further: request_id -> the tokens sampled after that one, where the drafts between them
-                were accepted (see `drafts.held`).
+                were accepted (see `drafts.accepted_tokens`).
             advances: `advance` follows, with the next step: the sequences get the tokens there, in
                 one call with all that this step computes. Until then `Request.tokens` lacks them.
 
@@ -608,7 +608,7 @@ class Scheduler:
         check_drawn(expecting, sampled)
         further = further or {}
         if further:
-            check_held(self._drafts, expecting, sampled, further)
+            check_accepted(self._drafts, expecting, sampled, further)
         self._expecting = ()
         self._read = {r: sampled[r.request_id] for r in expecting if r.sequence is not None}
         for request in expecting if len(self._read) < len(expecting) else ():

@@ -111,7 +111,7 @@ def drafts_of(chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
     return {chunk.request.request_id: chunk.drafts for chunk in chunks if chunk.drafts}
 
 
-def check_held(
+def check_accepted(
     drafts: Mapping[int, tuple[int, ...]],
     requests: Iterable[Request],
     sampled: Mapping[int, int],

@@ -2,7 +2,7 @@
 
 import kvcore
 from kvcore.verbs import rewind
-from kvcore.verbs.rewind import _spelled, _spelling, invalidate_from
+from kvcore.verbs.rewind import _invalid_prefix, _nodes_past, invalidate_from
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import changed, in_manager, patched, sabotage
 
@@ -162,12 +162,12 @@ class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):
         return invalidate_from(self.pool, seq, num_tokens, [seq])
 
 
-@patched(_spelling, "P7", "P9", rows=(71,))
-def loads_fail_where_whole_blocks_agree(pool, doubt, number):
+@patched(_nodes_past, "P7", "P9", rows=(71,))
+def loads_fail_where_whole_blocks_agree(pool, prefix, number):
     size = pool.block_sizes[number]
-    start = doubt.start // size * size
-    whole = doubt.packed[start : start + size].tobytes()
-    found = _spelling(pool, doubt, number)
+    start = prefix.start // size * size
+    whole = prefix.packed[start : start + size].tobytes()
+    found = _nodes_past(pool, prefix, number)
     return [node for node in found if node.tokens.startswith(whole) and len(whole) == 4 * size]
 
 
@@ -176,11 +176,11 @@ class loads_fail_without_the_copies_of_forks(kvcore.KVCacheManager):
     def fail_load(self, seq, num_tokens):
         if not 0 <= num_tokens <= seq.num_computed_tokens:
             return super().fail_load(seq, num_tokens)
-        doubts = []
-        sound = {}
-        rewind._computed_from(seq, num_tokens, sound, doubts)
-        rewind._add_invalid(self.pool, sound, doubts, [])
-        return rewind._take_from_all(self.pool, sound, list(self.sequences.values()), [])
+        prefixes = []
+        valid_up_to = {}
+        rewind._computed_from(seq, num_tokens, valid_up_to, prefixes)
+        rewind._add_invalid(self.pool, valid_up_to, prefixes, [])
+        return rewind._take_from_all(self.pool, valid_up_to, list(self.sequences.values()), [])
 
 
 @sabotage(machines.ManagerMachine, "P7", "P9")
@@ -200,9 +200,9 @@ class transfers_fail_and_hold_their_blocks(kvcore.KVCacheManager):
         return self.fail_blocks([block.block_id for block in lease.blocks])
 
 
-@patched(_spelled, "P7", "P9", "P24")
+@patched(_invalid_prefix, "P7", "P9", "P24")
 def transfers_fail_after_the_block_that_was_bad(node, size):
     """One block too far: what others computed of the bad one itself is trusted."""
-    doubt = _spelled(node, size)
-    doubt.start += size - 1
-    return doubt
+    prefix = _invalid_prefix(node, size)
+    prefix.start += size - 1
+    return prefix

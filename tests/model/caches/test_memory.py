@@ -75,7 +75,7 @@ def test_a_block_costs_what_it_takes_in_the_draft_models_cache_too():
     both = plan(GIB, beside=small, **asked)
     assert (both.num_blocks, both.kv_bytes) == (4096, 96 * MIB)
     line = both.describe(LAYOUT, small)
-    assert line.endswith("; 1 layers see all; of the draft model 1 layers see all")
+    assert line.endswith("; layers: 1 full-attention; draft model's layers: 1 full-attention")
     with pytest.raises(InvalidArgumentError, match=r"40000 blocks of 16 tokens take 937\.5 MiB"):
         plan(900 * MIB, beside=small, num_blocks=40_000)
     assert plan(900 * MIB, num_blocks=40_000).num_blocks == 40_000
@@ -203,12 +203,12 @@ def test_the_line_says_what_was_decided_and_what_layers_see():
     line = plan(GIB, layout=HYBRID, num_blocks=1000).describe(HYBRID)
     assert line == (
         "KV cache: 1,000 blocks of 16 tokens, 15.6 MiB of 1.0 GiB free (as asked for); "
-        "1 layers see all, 1 layers see the last 32 tokens, in 2 groups"
+        "layers: 1 full-attention, 1 sliding-window of 32 tokens; in 2 layer groups"
     )
     reading = plan_layout(READING)
     line = plan(GIB, layout=reading, num_blocks=1000).describe(reading)
     assert " 15.6 MiB of " in line
-    assert line.endswith("; 1 layers see all, 2 layers read the KV of others")
+    assert line.endswith("; layers: 1 full-attention, 2 shared-KV")
 
 
 def test_on_a_cpu_an_engine_asks_the_system_and_refuses_what_is_not_there(monkeypatch):

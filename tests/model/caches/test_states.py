@@ -130,4 +130,4 @@ def test_a_pool_that_cannot_hold_a_state_is_refused_by_the_flag_that_sizes_it():
     plan = plan_memory(
         EngineConfig(block_size=144, num_blocks=14), layout, is_gpu=False, free_bytes=None
     )
-    assert "24 layers keep 49.5 MiB" in plan.describe(layout)
+    assert "24 recurrent with 49.5 MiB a state" in plan.describe(layout)

@@ -63,7 +63,7 @@ def test_a_draft_model_is_loaded_and_told_of(call, checkpoint):
     assert texts[0] == texts[1]
     stats = json.loads(out)["stats"]
     assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 10
-    assert "; of the draft model 2 layers see all" in err
+    assert "; draft model's layers: 2 full-attention" in err
     assert "draft model: eager" in err
     code, out, err = call(*TWO, "--draft-model", "./missing/model")
     assert (code, out) == (2, "")
@@ -152,7 +152,7 @@ def test_samples_of_a_prompt_are_texts_of_their_own_streamed_or_whole(call):
 def test_what_was_decided_about_memory_is_said_once(call):
     _, _, err = call(*TWO, "--num-blocks", "30", "--swap-memory-bytes", "1M")
     assert "KV cache: 30 blocks of 4 tokens, 60.0 KiB of " in err
-    assert "(as asked for); 2 layers see all\n" in err
+    assert "(as asked for); layers: 2 full-attention\n" in err
     assert "preempted requests are swapped to host memory, up to 1.0 MiB\n" in err
 
 

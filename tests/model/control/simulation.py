@@ -10,7 +10,7 @@ from array import array
 from zlib import crc32
 
 import kvcore
-from model.control.drafts import held
+from model.control.drafts import accepted_tokens
 
 VOCAB_SIZE = 5
 
@@ -77,7 +77,7 @@ class SimulatedModel:
     def further(self, step, sampled):
         """What `accept` is told beside the tokens, of those who brought drafts."""
         return {
-            chunk.request.request_id: held(
+            chunk.request.request_id: accepted_tokens(
                 chunk.request, chunk.drafts, sampled[number], self.ahead[number]
             )[1:]
             for chunk in step.chunks

@@ -20,7 +20,7 @@ from model import (
     SchedulerStateError,
     Submission,
 )
-from model.control.drafts import NgramDrafts, held
+from model.control.drafts import NgramDrafts, accepted_tokens
 from model.control.grammar import Grammar
 from model.engine import Engine
 from tests.model import sampling_reference as reference
@@ -272,12 +272,12 @@ def test_a_long_prompt_is_indexed_in_several_calls_and_guesses_are_those_of_all_
 
 def test_drafts_hold_up_to_the_first_that_is_not_what_is_drawn():
     request = Request(0, [1], SamplingParams(max_tokens=9, stop_token_ids=(5,)))
-    assert held(request, [2, 3, 4], 2, [3, 4, 6]) == [2, 3, 4, 6]
-    assert held(request, [2, 3, 4], 2, [9, 4, 6]) == [2, 9]
-    assert held(request, [2, 3], 7, [3, 4]) == [7]
-    assert held(request, [2, 5, 4], 2, [5, 4, 6]) == [2, 5]
-    assert held(request, [2, 3, 4], 2, [3, None, 6]) == [2, 3]
-    assert held(request, [], 2, []) == [2]
+    assert accepted_tokens(request, [2, 3, 4], 2, [3, 4, 6]) == [2, 3, 4, 6]
+    assert accepted_tokens(request, [2, 3, 4], 2, [9, 4, 6]) == [2, 9]
+    assert accepted_tokens(request, [2, 3], 7, [3, 4]) == [7]
+    assert accepted_tokens(request, [2, 5, 4], 2, [5, 4, 6]) == [2, 5]
+    assert accepted_tokens(request, [2, 3, 4], 2, [3, None, 6]) == [2, 3]
+    assert accepted_tokens(request, [], 2, []) == [2]
 
 
 def test_a_step_with_drafts_is_accepted_before_the_next_is_planned():

@@ -40,7 +40,7 @@ GROUPS = (
 def checked_promises(scheduler):
     """Compare what a start has to leave free for others with a count of every running request."""
     admission, kv = scheduler._admission, scheduler._kv
-    counted = admission.num_promised
+    counted = admission.num_to_leave_free
 
     def promised(running, num_forks, leaving=()):
         stay = [request for request in running if request not in leaving]
@@ -49,7 +49,7 @@ def checked_promises(scheduler):
         assert number == (max(admission._watermark, found) if stay else 0)
         return number
 
-    admission.num_promised = promised
+    admission.num_to_leave_free = promised
 
 
 def outlook(kv, request):

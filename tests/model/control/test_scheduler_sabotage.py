@@ -41,9 +41,9 @@ class CountsThePreemptedAmongThoseThatRun(Scheduler):
 
     def _preempt(self, request):
         admission = self._admission
-        admission._promised, promised = None, admission._promised
+        admission._outlooks, outlooks = None, admission._outlooks
         super()._preempt(request)
-        admission._promised = promised
+        admission._outlooks = outlooks
 
 
 class PreemptsTheFirst(Scheduler):
@@ -52,9 +52,9 @@ class PreemptsTheFirst(Scheduler):
 
 
 class StartsTheLastFirst(Scheduler):
-    def _first_waiting(self, num_led):
-        request, num_led = super()._first_waiting(num_led)
-        return (request and self._waiting[-1]), num_led
+    def _first_waiting(self, num_forks):
+        request, num_forks = super()._first_waiting(num_forks)
+        return (request and self._waiting[-1]), num_forks
 
 
 class SortsByPriorityAlone(Scheduler):
@@ -131,7 +131,7 @@ class ForgetsTheOutputWhenItResumes(Scheduler):
 
 
 class AdmitsMoreThanMayRun(Scheduler):
-    def _admit(self, request, num_led):
+    def _admit(self, request, num_forks):
         return True
 
 

@@ -14,7 +14,7 @@ from tests.model.control.test_scheduler_order import add, make
 
 
 class LooksEveryTime(Scheduler):
-    def _still_has_no_room(self, request, num_led):
+    def _still_has_no_room(self, request, num_forks):
         return False
 
 

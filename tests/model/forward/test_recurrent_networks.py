@@ -195,7 +195,7 @@ def test_blocks_are_as_large_as_states_need_and_the_memory_says_so():
     engine = engine_of("FalconH1Config")
     assert engine.config.block_size == 12
     assert "blocks of 12 tokens" in engine.describe_memory()
-    assert "2 layers keep" in engine.describe_memory()
+    assert "2 recurrent with" in engine.describe_memory()
     assert engine.kv.groups[-1] == kvcore.RecurrentState(2, 0, 12)
 
 
