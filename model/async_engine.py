@@ -39,7 +39,7 @@ from model.pace import STREAM_SHARE, Pace
 from model.token_stream import Delta, Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from model.engine import Engine
+    from model.engine_core import EngineCore
     from model.output import Output
     from model.sample.grammar_compiler import Compiled
 
@@ -136,7 +136,7 @@ class _Command(NamedTuple):
         fail: what the loop does where that raised, or can never run.
     """
 
-    run: Callable[[Engine], Callable[[], None]]
+    run: Callable[[EngineCore], Callable[[], None]]
     fail: Callable[[Exception], None]
 
 
@@ -161,15 +161,15 @@ class AsyncEngine:
 
     def __init__(
         self,
-        engine: Engine | Callable[[], Engine],
+        engine: EngineCore | Callable[[], EngineCore],
         *,
         max_waiting: int | None = None,
         stream_share: float = STREAM_SHARE,
         observer: Observer | None = None,
-        announce: Callable[[Engine, Callable[[], None]], Announcer] | None = None,
+        announce: Callable[[EngineCore, Callable[[], None]], Announcer] | None = None,
     ) -> None:
         self.observer: Observer = Unobserved() if observer is None else observer
-        self._make: Callable[[], Engine] = engine if callable(engine) else lambda: engine
+        self._make: Callable[[], EngineCore] = engine if callable(engine) else lambda: engine
         self._announce = announce
         self._announcer: Announcer | None = None
         self._max_waiting = max_waiting
@@ -183,7 +183,7 @@ class AsyncEngine:
         self._pace = Pace(stream_share)
         self._timer: asyncio.TimerHandle | None = None
         self._num_arriving = 0
-        self._engine: Engine | None = None
+        self._engine: EngineCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[None] | None = None
         self._gone: asyncio.Future[None] | None = None
@@ -208,7 +208,7 @@ class AsyncEngine:
         return Health(self._state, self._num_faults, self._last_fault)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineCore:
         """The engine, to be read; what changes it belongs into `call`. O(1).
 
         Raises:
@@ -283,7 +283,7 @@ class AsyncEngine:
         def open_them(requests: list[Request]) -> TokenStream:
             return self._opened(requests, stops, arrived_s)
 
-        def submit_them(engine: Engine) -> list[Request]:
+        def submit_them(engine: EngineCore) -> list[Request]:
             requests = engine.submit_all(every)
             compiled.clear()  # kept alive until here, so the engine did not compile them again
             return requests
@@ -301,7 +301,7 @@ class AsyncEngine:
             self._abort_requests(left)
             stream.end(NotServingError("request: aborted"))
 
-    async def call(self, run: Callable[[Engine], _T]) -> _T:
+    async def call(self, run: Callable[[EngineCore], _T]) -> _T:
         """Run a function on the engine's thread between two steps; what it returns or raises.
 
         Raises:
@@ -354,7 +354,7 @@ class AsyncEngine:
     def _check_room(self, num_prompts: int, num_samples: int) -> None:
         if self._max_waiting is None:
             return
-        limit = self.engine.config.max_num_seqs + self._max_waiting
+        limit = self.engine.max_num_seqs + self._max_waiting
         if num_prompts > limit:
             raise InvalidArgumentError(f"prompt: wanted at most {limit}, got {num_prompts}")
         if num_samples > limit:
@@ -403,7 +403,7 @@ class AsyncEngine:
 
     async def _ask(
         self,
-        run: Callable[[Engine], _T],
+        run: Callable[[EngineCore], _T],
         settle: Callable[[_T], _U],
         *,
         num_arriving: int = 0,
@@ -429,7 +429,7 @@ class AsyncEngine:
                 waiter.set_exception(error)
             self._tell_idle()
 
-        def command(engine: Engine) -> Callable[[], None]:
+        def command(engine: EngineCore) -> Callable[[], None]:
             return functools.partial(settled, run(engine))
 
         self._inbox.put(_Command(command, failed))
@@ -512,7 +512,7 @@ class AsyncEngine:
                 stream.tell(sample)
 
     def _abort_requests(self, requests: Sequence[Request]) -> None:
-        def run(engine: Engine) -> Callable[[], None]:
+        def run(engine: EngineCore) -> Callable[[], None]:
             for request in requests:
                 engine.abort(request)
             return _nothing
@@ -539,7 +539,7 @@ class AsyncEngine:
         if self._idle is not None and not self._idle.done() and not self.num_open:
             self._idle.set_result(None)
 
-    def _made(self, engine: Engine) -> None:
+    def _made(self, engine: EngineCore) -> None:
         self._engine = engine
         if self._state is EngineState.STARTING:
             self._state = EngineState.READY
@@ -603,7 +603,7 @@ class AsyncEngine:
         with contextlib.suppress(_LoopGoneError):
             self._post(functools.partial(self._ended, fault))
 
-    def _obey(self, engine: Engine) -> bool:
+    def _obey(self, engine: EngineCore) -> bool:
         """Do what is in the inbox, waiting for it if there is nothing else; False: it is over."""
         while True:
             try:
@@ -624,7 +624,7 @@ class AsyncEngine:
         if self._announcer is not None:
             self._announcer.publish()
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: EngineCore) -> None:
         try:
             outputs = engine.step()
         except RankLostError as error:  # nothing goes on without it
@@ -646,7 +646,7 @@ class AsyncEngine:
                 self._post(taken.set)
                 taken.wait(_HAND_OVER_S)
 
-    def _recover(self, engine: Engine) -> None:
+    def _recover(self, engine: EngineCore) -> None:
         """See whether the engine still computes; if not, that is its end."""
         _abort_everything(engine)
         engine.generate([[0]], SamplingParams(max_tokens=1, ignore_eos=True))
@@ -672,7 +672,7 @@ def _cannot_wait(output: Output) -> bool:
     return request.is_finished or num_read <= len(output.token_ids)
 
 
-def _abort_everything(engine: Engine) -> None:
+def _abort_everything(engine: EngineCore) -> None:
     for request in (*engine.running, *engine.waiting):
         engine.abort(request)
 

@@ -112,7 +112,7 @@ def sample(logits: Tensor, temperatures: Sequence[float], generator: torch.Gener
     return [int(token) for token in tokens.tolist()]
 
 
-# Full version: model.engine.Engine
+# Full version: model.engine_core.EngineCore
 class Engine:
     """Runs requests on a Transformers decoder whose layers all have full attention."""
 
@@ -146,7 +146,7 @@ class Engine:
         self.running: list[Request] = []
         self.stats: Counter[str] = Counter()
 
-    # Full version: model.engine.Engine.submit
+    # Full version: model.engine_core.EngineCore.submit
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidArgumentError if it could never run."""
         room = self.kv.num_usable_blocks * self.kv.block_size
@@ -157,7 +157,7 @@ class Engine:
             )
         self.waiting.append(request)
 
-    # Full version: model.engine.Engine.step
+    # Full version: model.engine_core.EngineCore.step
     def step(self) -> None:
         """Run one forward pass."""
         chunks = self.schedule()

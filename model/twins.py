@@ -12,16 +12,14 @@ Does not know: how a network is cut (`ranks/parallel.py`), who asks.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
-import backends
-from model.control.config import EngineConfig
 from model.control.request import Request
 from model.control.submission import Submission
-from model.engine import Engine
-from model.errors import InvalidArgumentError, RanksDivergedError, StalledError
-from model.load.loader import LoadedModel
+from model.engine_core import EngineCore
+from model.errors import RanksDivergedError, StalledError
 from model.output import Output
 
 _DIGEST_BYTES = 16
@@ -43,35 +41,51 @@ def _forget(requests: list[Request]) -> None:
     del requests
 
 
-class TwinEngine(Engine):
-    """An engine that runs on every rank of a network that was cut.
+class Group(Protocol):
+    """The processes that take the same steps: `Ranks`, say."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this one has the requests."""
+        ...
+
+    def broadcast(self, message: object = None) -> object:
+        """Give all the message of the first; return it."""
+        ...
+
+    def all_gather(self, content: bytes) -> Sequence[bytes]:
+        """Return what each has given, by rank."""
+        ...
+
+    def disarm(self) -> None:
+        """This process ends in order."""
+        ...
+
+    def detecting_loss(self, *, or_fail: bool = False) -> AbstractContextManager[None]:
+        """Errors inside are raised as the loss of another process, if one is gone."""
+        ...
+
+
+class TwinCore(EngineCore):
+    """What an engine does on every rank, whatever its device is; goes before its class.
 
     The first rank is used as any engine is, and `end`ed at last; the others `follow`.
 
     Args:
-        model: as each rank has loaded it; it has `ranks`.
-        backend: as an engine's.
-        config: as an engine's, the same on every rank.
+        ranks: the processes that do the same.
         is_checked: compare the block tables of all ranks after every step; one round trip each.
-
-    Raises:
-        InvalidArgumentError: the model is whole, or as an engine.
-        RankLostError: another rank is gone.
+        made: what the engine is made from.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        backend: backends.Backend,
-        config: EngineConfig | None = None,
-        *,
-        is_checked: bool = False,
-    ) -> None:
-        if model.ranks is None:
-            raise InvalidArgumentError("model: it was not loaded for tensor parallelism")
-        self._ranks = model.ranks
-        with self._ranks.detecting_loss(or_fail=True):
-            super().__init__(model, backend, config)
+    def __init__(self, *made: Any, ranks: Group, is_checked: bool = False) -> None:  # noqa: ANN401
+        self._ranks = ranks
+        with ranks.detecting_loss(or_fail=True):
+            super().__init__(*made)
         self._is_checked = is_checked
         self._said: list[Submission | _Aborted | _Emptied] = []
 
@@ -79,15 +93,6 @@ class TwinEngine(Engine):
     def leads(self) -> bool:
         """Whether this rank has the requests. O(1)."""
         return self._ranks.leads
-
-    def prepare(self) -> str:
-        """As an engine's, on all ranks.
-
-        Raises:
-            RankLostError: another rank is gone.
-        """
-        with self._ranks.detecting_loss(or_fail=True):
-            return super().prepare()
 
     def submit(self, asked: Submission) -> list[Request]:
         """As an engine's; the other ranks do it before their next step. O(samples * prompt)."""
@@ -146,11 +151,11 @@ class TwinEngine(Engine):
         while not isinstance(said := self._ranks.broadcast(), _Ended):
             for each in said if isinstance(said, list) else ():
                 if isinstance(each, Submission):
-                    note(Engine.submit(self, each))
+                    note(super().submit(each))
                 elif isinstance(each, _Emptied):
-                    Engine.empty_cache(self, enable_caching=each.enable_caching)
+                    super().empty_cache(enable_caching=each.enable_caching)
                 else:
-                    Engine.abort(self, self._unfinished(each.request_id))
+                    super().abort(self._unfinished(each.request_id))
             try:
                 self._step()
             except StalledError:  # the first rank's caller decides what becomes of it
@@ -194,16 +199,3 @@ class TwinEngine(Engine):
                 raise RanksDivergedError(
                     f"rank {rank} and rank 0 have different block tables after the same calls"
                 )
-
-
-def engine_of(
-    model: LoadedModel,
-    backend: backends.Backend,
-    config: EngineConfig | None = None,
-    *,
-    checks_ranks: bool = False,
-) -> Engine:
-    """An engine on as many ranks as share the model: on one an engine, else twins. As an engine."""
-    if model.ranks is None:
-        return Engine(model, backend, config)
-    return TwinEngine(model, backend, config, is_checked=checks_ranks)

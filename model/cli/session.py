@@ -31,13 +31,12 @@ from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.submission import Submission, salted
-from model.engine import Engine
+from model.engine import Engine, TwinEngine, engine_of
 from model.errors import InvalidArgumentError, RankLostError, UsageError
 from model.forward.ranges import DeviceRanges
 from model.load.loader import LoadedModel
 from model.output import Completion, Output
 from model.trace import write_trace
-from model.twins import TwinEngine, engine_of
 
 
 @dataclass(frozen=True, slots=True)

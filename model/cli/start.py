@@ -21,12 +21,11 @@ import kvcore
 from model.cli.options import ModelOptions
 from model.cli.signals import stopping
 from model.control.config import EngineConfig
-from model.engine import Engine
+from model.engine import Engine, TwinEngine, engine_of
 from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError
 from model.forward.warm_up import is_small
 from model.load.loader import LoadedModel, load_model, with_draft
 from model.ranks.ranks import Ranks, join_ranks
-from model.twins import TwinEngine, engine_of
 
 _BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     backends.UnknownBackendError,

@@ -39,7 +39,7 @@ from model.serve.app import create_app
 if TYPE_CHECKING:  # the driver names this class without loading torch
     from starlette.types import Message
 
-    from model.engine import Engine
+    from model.engine_core import EngineCore
 
 REFUSED = "kvcore-refused: "
 """Stands before the line that says why a replica cannot start."""
@@ -58,7 +58,7 @@ class Replica:
         self._publisher: Publisher | None = None
         try:
             start = import_module("model.cli.start")
-            engine: Engine = start.make_engine(options.model, options.engine, print)
+            engine: EngineCore = start.make_engine(options.model, options.engine, print)
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(
@@ -129,7 +129,7 @@ class Replica:
         with contextlib.suppress(ModelError):
             await self._engine.stop()
 
-    def _announce(self, engine: Engine, wake: Any) -> Publisher:  # noqa: ANN401  # as Announcer
+    def _announce(self, engine: EngineCore, wake: Any) -> Publisher:  # noqa: ANN401  # as Announcer
         where = f"tcp://{ray.util.get_node_ip_address()}:*"
         self._publisher = Publisher(engine.kv, where, where, wake=wake)
         return self._publisher
@@ -146,7 +146,7 @@ def _piece(messages: Sequence[Message]) -> Piece:
     )
 
 
-def _num_waiting_tokens(engine: Engine) -> int:
+def _num_waiting_tokens(engine: EngineCore) -> int:
     unfinished = (*engine.waiting, *engine.running)
     return sum(max(0, one.num_prompt_tokens - one.num_computed_tokens) for one in unfinished)
 

@@ -1,4 +1,4 @@
-"""A step: what the scheduler has planned, and its counters.
+"""A step: what the scheduler has planned, its counters, and the step on its way through the device.
 
 Invariants: a plan is a value; nothing in it changes after it was made, but for the payload of a
 host copy, which belongs to the `BlockMover` that carries out the transfers.
@@ -6,9 +6,9 @@ host copy, which belongs to the `BlockMover` that carries out the transfers.
 Does not know: how the plan came about (`scheduler.py`), or how it is computed (`batch.py`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import kvcore
 from model.control.request import HostCopy, Request
@@ -162,3 +162,72 @@ def alike(numbers: list[int]) -> int | list[int]:
     """The number that all are, which kvcore takes fastest, or the numbers."""
     first = numbers[0] if numbers else 0
     return first if numbers.count(first) == len(numbers) else numbers
+
+
+TokenLogprobs = tuple[float, tuple[tuple[int, float], ...]]
+"""The log-probability of a token, and the most likely tokens with their log-probabilities."""
+
+
+class DrawnTokens(Protocol):
+    """The tokens of a step, on the device or on their way to the host."""
+
+    def read(self) -> Sequence[int | None]:
+        """The token of each row, None if its logits are not finite; waits for the step."""
+        ...
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """Row -> log-probabilities, of the rows that ask; only after `read`."""
+        ...
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step in flight, and the tokens it draws.
+
+    Attributes:
+        sampling: the requests that get a token, in the order of the rows.
+        drawn: the tokens, once they are read.
+        drafted: requests with their draft tokens; their rows follow in this order, one per draft.
+    """
+
+    sampling: tuple[Request, ...]
+    drawn: DrawnTokens
+    drafted: tuple[tuple[Request, tuple[int, ...]], ...] = ()
+    _tokens: dict[int, int | None] | None = None  # once they are read
+
+    def rows(self) -> dict[int, int]:
+        """request_id -> its row. O(num_sampled)."""
+        return {request.request_id: row for row, request in enumerate(self.sampling)}
+
+    def read(self) -> dict[int, int | None]:
+        """request_id -> its token, None if its logits are not finite, once the step is done.
+
+        O(num_sampled), once.
+        """
+        if self._tokens is None:
+            drawn = zip(self.sampling, self.drawn.read(), strict=False)
+            self._tokens = {request.request_id: token for request, token in drawn}
+        return self._tokens
+
+    def ahead(self) -> Iterator[tuple[Request, tuple[int, ...], Sequence[int | None]]]:
+        """Each request with draft tokens, the drafts, and the token drawn after each. O(drafts)."""
+        tokens, row = self.drawn.read(), len(self.sampling)
+        for request, drafts in self.drafted:
+            yield request, drafts, tokens[row : row + len(drafts)]
+            row += len(drafts)
+
+    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """request_id -> log-probabilities of its tokens, if asked for; only after `read`.
+
+        O(num_sampled that ask).
+        """
+        rows = (*self.sampling, *rows_behind(self.drafted))
+        found: dict[int, list[TokenLogprobs]] = {}
+        for row, logprobs in self.drawn.logprobs().items():
+            found.setdefault(rows[row].request_id, []).append(logprobs)
+        return found
+
+
+def rows_behind(drafted: Sequence[tuple[Request, tuple[int, ...]]]) -> Iterator[Request]:
+    """The request of each draft token. O(drafts)."""
+    return (request for request, drafts in drafted for _ in drafts)

@@ -28,10 +28,10 @@ import kvcore
 from model.caches.swap import BlockMover
 from model.control.config import EngineConfig
 from model.control.request import Request
-from model.control.step import Chunk, Step
+from model.control.step import Chunk, Flight, Step
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
-from model.forward.step_runner import Flight, StepRunner
+from model.forward.step_runner import StepRunner
 from model.forward.warm_up import Prepared, prepare_network
 from model.load.loader import LoadedModel
 from model.sample.grammars import Grammars

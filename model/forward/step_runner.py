@@ -11,75 +11,22 @@ Does not know: how requests are scheduled, what becomes of a token.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvcore import CopyOrder
 from model.attention.batch import BatchBuilder, StepTensors, chosen_ids
 from model.caches.swap import BlockMover
 from model.control.request import Request
-from model.control.step import Step
+from model.control.step import Flight, Step, rows_behind
 from model.forward.cuda_graphs import CudaGraphs, Passed
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
-from model.sample.request_sampler import Drawn, RequestSampler, TokenLogprobs
+from model.sample.request_sampler import RequestSampler
 from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step in flight, and the tokens it draws.
-
-    Attributes:
-        sampling: the requests that get a token, in the order of the rows.
-        drawn: the tokens, once they are read.
-        drafted: requests with their draft tokens; their rows follow in this order, one per draft.
-    """
-
-    sampling: tuple[Request, ...]
-    drawn: Drawn
-    drafted: tuple[tuple[Request, tuple[int, ...]], ...] = ()
-    _tokens: dict[int, int | None] | None = None  # once they are read
-
-    def rows(self) -> dict[int, int]:
-        """request_id -> its row. O(num_sampled)."""
-        return {request.request_id: row for row, request in enumerate(self.sampling)}
-
-    def read(self) -> dict[int, int | None]:
-        """request_id -> its token, None if its logits are not finite, once the step is done.
-
-        O(num_sampled), once.
-        """
-        if self._tokens is None:
-            drawn = zip(self.sampling, self.drawn.read(), strict=False)
-            self._tokens = {request.request_id: token for request, token in drawn}
-        return self._tokens
-
-    def ahead(self) -> Iterator[tuple[Request, tuple[int, ...], list[int | None]]]:
-        """Each request with draft tokens, the drafts, and the token drawn after each. O(drafts)."""
-        tokens, row = self.drawn.read(), len(self.sampling)
-        for request, drafts in self.drafted:
-            yield request, drafts, tokens[row : row + len(drafts)]
-            row += len(drafts)
-
-    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """request_id -> log-probabilities of its tokens, if asked for; only after `read`.
-
-        O(num_sampled that ask).
-        """
-        rows = (*self.sampling, *_behind(self.drafted))
-        found: dict[int, list[TokenLogprobs]] = {}
-        for row, logprobs in self.drawn.logprobs().items():
-            found.setdefault(rows[row].request_id, []).append(logprobs)
-        return found
-
-
-def _behind(drafted: Sequence[tuple[Request, tuple[int, ...]]]) -> Iterator[Request]:
-    """The request of each draft token."""
-    return (request for request, drafts in drafted for _ in drafts)
 
 
 def _places(
@@ -103,6 +50,9 @@ class StepRunner:
         is_async: whether steps are sent before the tokens of the previous one are read.
         sanitizer: the backend, if it checks each step.
         drawn: a shared buffer for drawn tokens; None: a buffer of its own.
+
+    Attributes:
+        is_async: as above.
     """
 
     def __init__(
@@ -126,7 +76,7 @@ class StepRunner:
             BatchBuilder(network.device, len(chunks), chunks, worth, has_states=has_states)
             for _ in range(1 + is_async)
         ]
-        self._is_async = is_async
+        self.is_async = is_async
         if drawn is None:
             drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
         self._drawn = drawn
@@ -145,7 +95,17 @@ class StepRunner:
 
     def can_defer_read(self, sampling: Sequence[Request]) -> bool:
         """Whether the next step may be sent before these requests get their tokens. O(1)."""
-        return self._is_async and len(sampling) <= len(self._drawn)
+        return self.is_async and len(sampling) <= len(self._drawn)
+
+    def copy(self, orders: Sequence[CopyOrder]) -> None:
+        """Copy blocks, before whatever a later step does. O(their bytes)."""
+        if self._sanitizer is not None:
+            self._sanitizer.begin_copies(orders, self._network.caches)
+        self._mover.copy(orders)
+
+    def discard(self, request: Request) -> None:
+        """Keep nothing of a request that has ended. O(1)."""
+        self._sampler.discard(request)
 
     def send(
         self,
@@ -179,7 +139,7 @@ class StepRunner:
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
-        rows = (*sampling, *_behind(drafted)) if drafted else sampling
+        rows = (*sampling, *rows_behind(drafted)) if drafted else sampling
         with watch.on_device(SAMPLE):
             drawn = self._sampler.draw(
                 passed.logits,

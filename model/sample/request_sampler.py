@@ -25,6 +25,7 @@ from torch import Tensor
 
 from model.control.params import SamplingParams
 from model.control.request import Request
+from model.control.step import TokenLogprobs
 from model.errors import RequestStateError
 from model.ranks.ranks import Ranks
 from model.sample.draw_graphs import DrawGraphs, Place, RowTerms, is_captured, row_terms
@@ -40,9 +41,6 @@ from model.sample.sampler import (
     stream_of,
     uniforms,
 )
-
-TokenLogprobs = tuple[float, tuple[tuple[int, float], ...]]
-"""The log-probability of a token, and the most likely tokens with their log-probabilities."""
 
 _IN_PROMPT = 1 << 24  # added to a count if the prompt has the token
 

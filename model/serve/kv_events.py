@@ -13,9 +13,9 @@ from model.errors import UsageError
 from model.serve.config import ServeConfig
 
 if TYPE_CHECKING:
-    from model.engine import Engine
+    from model.engine_core import EngineCore
 
-Announces = Callable[["Engine", Callable[[], None]], Publisher]
+Announces = Callable[["EngineCore", Callable[[], None]], Publisher]
 
 
 def announces(config: ServeConfig) -> Announces | None:
@@ -34,7 +34,7 @@ def announces(config: ServeConfig) -> Announces | None:
     except EndpointError as error:
         raise UsageError(str(error)) from error
 
-    def announce(engine: "Engine", wake: Callable[[], None]) -> Publisher:
+    def announce(engine: "EngineCore", wake: Callable[[], None]) -> Publisher:
         return Publisher(engine.kv, endpoint, replay, wake=wake)
 
     return announce

@@ -37,7 +37,7 @@ from model.serve.service import Service
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.control.request import Request as EngineRequest
-    from model.engine import Engine
+    from model.engine_core import EngineCore
 
 _PERIOD_S = 0.25
 _IDLE_PERIOD_S = 1.0  # between two frames that say the same
@@ -101,7 +101,7 @@ class PoolFeed:
         self._watch: asyncio.Task[None] | None = None
         self._began_s = time.monotonic()
         self._frames: PoolFrames | None = None  # these three belong to the engine's thread
-        self._looked_at: Engine | None = None
+        self._looked_at: EngineCore | None = None
 
     @property
     def num_viewers(self) -> int:
@@ -168,7 +168,7 @@ class PoolFeed:
             elif not viewer.needs_whole:
                 viewer.give(news)
 
-    def _look(self, engine: Engine, *, needs_whole: bool) -> _Look:
+    def _look(self, engine: EngineCore, *, needs_whole: bool) -> _Look:
         """Look, on the engine's thread."""
         begin_s = time.perf_counter()
         frames = self._frames
@@ -254,7 +254,7 @@ def _is_open(report: kvcore.BlockReport) -> bool:
     return report.namespace is not None and not report.namespace.salt
 
 
-def _report(engine: Engine, block_id: int) -> tuple[kvcore.BlockReport, list[int]]:
+def _report(engine: EngineCore, block_id: int) -> tuple[kvcore.BlockReport, list[int]]:
     """A block, and the ids of the requests that hold it; on the engine's thread."""
     report = kvcore.describe_block(engine.kv, block_id)
     running = {id(request.sequence): request.request_id for request in engine.running}

@@ -32,7 +32,7 @@ from model.control.request import FinishReason
 from model.token_stream import Sample
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from model.engine import Engine
+    from model.engine_core import EngineCore
 
 _FIRST_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -184,7 +184,7 @@ class _Counts(Collector):
         yield from self._of_requests(engine)
         yield from self._of_cache(engine)
 
-    def _of_requests(self, engine: Engine) -> Iterator[Metric]:
+    def _of_requests(self, engine: EngineCore) -> Iterator[Metric]:
         steps = engine.stats
         yield self._gauge("num_requests_running", "Requests that hold a seat.", len(engine.running))
         yield self._gauge("num_requests_waiting", "Requests that wait.", len(engine.waiting))
@@ -209,7 +209,7 @@ class _Counts(Collector):
                 steps.num_accepted_tokens,
             )
 
-    def _of_cache(self, engine: Engine) -> Iterator[Metric]:
+    def _of_cache(self, engine: EngineCore) -> Iterator[Metric]:
         cache = engine.kv.stats()
         usable = engine.kv.num_usable_blocks
         yield self._gauge(

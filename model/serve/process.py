@@ -35,7 +35,7 @@ from model.serve.kv_events import announces
 from model.serve.listener import address_of
 
 if TYPE_CHECKING:
-    from model.engine import Engine
+    from model.engine_core import EngineCore
 
 _LAST_BYTES_S = 2
 _KEEP_ALIVE_S = 75
@@ -51,9 +51,9 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     handler.setFormatter(_Visible())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
-    def make() -> "Engine":
+    def make() -> "EngineCore":
         start = import_module("model.cli.start")  # torch is loaded on the engine's thread
-        made: Engine = start.make_engine(options.model, options.engine, say)
+        made: EngineCore = start.make_engine(options.model, options.engine, say)
         return made
 
     engine = AsyncEngine(

@@ -20,7 +20,7 @@ from model.serve.gate import ids
 from model.serve.protocol import Message, conversation
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from model.engine import Engine
+    from model.engine_core import EngineCore
 
 _LONG = 4096  # characters or tokens; more are made to each other on a thread of their own
 
@@ -60,7 +60,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def serving(self) -> Engine:
+    def serving(self) -> EngineCore:
         """The engine, if it takes requests. O(1)."""
         health = self.engine.health
         if not health.is_ready:
@@ -105,7 +105,7 @@ class Service:
         The next turn parts from this one there, so states of recurrent layers are wanted there;
         empty for a model without them. O(text of the conversation).
         """
-        if not self.engine.engine.network.layout.states:
+        if not self.engine.engine.keeps_states:
             return ()
         users = [number for number, one in enumerate(messages) if one.role == "user"]
         found: list[int] = []

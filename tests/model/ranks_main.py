@@ -23,7 +23,7 @@ import backends
 from model import EngineConfig, SamplingParams
 from model.control.request import Request
 from model.control.submission import Submission
-from model.engine import Engine
+from model.engine import Engine, TwinEngine
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
 from model.load import loader
 from model.load.loader import load_model
@@ -31,7 +31,6 @@ from model.output import Output
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR
-from model.twins import TwinEngine
 from tests.model.tiny_configs import cases, make_config
 
 

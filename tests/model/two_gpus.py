@@ -30,7 +30,7 @@ from transformers.utils import logging
 import backends
 from model import EngineConfig, SamplingParams
 from model.cli.exits import leaves
-from model.engine import Engine
+from model.engine import Engine, TwinEngine
 from model.forward import cuda_graphs, warm_up
 from model.load.loader import LoadedModel, load_model
 from model.output import Output
@@ -38,7 +38,7 @@ from model.ranks import parallel
 from model.ranks.parallel import check_cut
 from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR
-from model.twins import TwinEngine, _Ended
+from model.twins import _Ended
 from tests.bench.engine.networks import load
 
 _BEGAN = time.monotonic()

@@ -14,8 +14,8 @@ from model.cli.settings import Flags
 from model.cli.start import input_errors, start, warm_up
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
+from model.engine import TwinEngine, engine_of
 from model.errors import ModelError
-from model.twins import TwinEngine, engine_of
 from tests.bench.engine.networks import CONFIGS, loader
 from tests.bench.engine.peers import PEERS
 from tests.bench.engine.requests import SHAPES, make_requests, serve, total_lengths

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from model.engine import Engine
+from model.engine import Engine, TwinEngine
 from model.errors import RankLostError, UnsupportedModelError, UsageError
 from model.ranks.ranks import Ranks, join_ranks
-from model.twins import TwinEngine
 from tests.model.cli.test_run import main
 from tests.model.walk import DATA
 

@@ -7,9 +7,9 @@ import pickle
 import pytest
 
 from model import EngineConfig, InvalidArgumentError, SamplingParams, StalledError, Submission
-from model.engine import Engine
+from model.engine import Engine, TwinEngine, engine_of
 from model.errors import RanksDivergedError
-from model.twins import TwinEngine, _Aborted, _Emptied, engine_of
+from model.twins import _Aborted, _Emptied
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
 

@@ -9,10 +9,9 @@ import pytest
 
 from model import EngineConfig, FinishReason, InvalidArgumentError, Submission
 from model.control.grammar import Grammar
-from model.engine import Engine
+from model.engine import Engine, TwinEngine
 from model.errors import GrammarError, InvalidSettingError
 from model.sample import grammar_compiler, grammars
-from model.twins import TwinEngine
 from tests.model.networks import ByteCodec
 from tests.model.reference import ReferenceBackend
 from tests.model.sample.test_engine_sampling import run

@@ -1,0 +1,495 @@
+"""The part of an engine that needs no tensors: requests in, tokens and text out, step by step.
+
+Decides: the order of a step: schedule, launch (move blocks, compute, sample), commit, copy blocks
+of forks, accept tokens, make text. With asynchronous scheduling, the default on a GPU, the tokens
+that are accepted are those of the step before, so that the host works on one step while the device
+does another; a request that ends by a stop token is then computed once in vain.
+
+Invariants: one thread; whatever ends a request, its blocks are free when the call returns: the
+device does what is left to do with them before anything for their next owner. A request whose
+logits are not numbers ends alone, and the prefix cache is emptied, because it may hold blocks that
+it computed. A request whose grammar cannot be followed any further ends alone too.
+
+Does not know: how blocks are found (`kvcore`), what a device is (`Runner`), how the parts are made
+(`engine.py`). `tests/simulation` runs it on a device that only remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import kvcore
+from model.control.drafts import accepted_tokens
+from model.control.grammar import Grammar
+from model.control.params import SamplingParams
+from model.control.request import FinishReason, Request, SampledToken
+from model.control.scheduler import Scheduler
+from model.control.step import Flight, SchedulerStats, Step
+from model.control.submission import Prompt, Submission
+from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
+from model.load.text import TextStream
+from model.output import Completion, Output
+from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
+
+if TYPE_CHECKING:  # torch is not loaded for these
+    from concurrent.futures import Future
+
+    from model.load.loader import TextCodec
+    from model.sample.grammar_compiler import Compiled
+    from model.sample.grammars import Grammars
+
+
+class Model(Protocol):
+    """What an engine knows of its model: `LoadedModel`, say."""
+
+    @property
+    def codec(self) -> TextCodec:
+        """Its tokenizer."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        ...
+
+    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+        """Start a text that this model writes."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs steps on a device: `StepRunner`, say."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether steps are sent before the tokens of the previous one are read."""
+        ...
+
+    def can_defer_read(self, sampling: Sequence[Request]) -> bool:
+        """Whether the next step may be sent before these requests get their tokens."""
+        ...
+
+    def send(
+        self, step: Step, sampling: tuple[Request, ...], before: Flight | None, watch: StepWatch
+    ) -> Flight:
+        """Run a step; see `StepRunner.send`."""
+        ...
+
+    def copy(self, orders: Sequence[kvcore.CopyOrder]) -> None:
+        """Copy blocks, before whatever a later step does."""
+        ...
+
+    def discard(self, request: Request) -> None:
+        """Keep nothing of a request that has ended."""
+        ...
+
+
+class EngineCore:
+    """Runs requests on a device, without knowing what it is made of.
+
+    Args:
+        model: its texts.
+        kv: the blocks of the device.
+        scheduler: plans the steps over them.
+        runner: runs them.
+        grammars: what texts may follow.
+        vocab_size: token ids are below this.
+
+    Attributes:
+        kv: as above.
+        vocab_size: as above.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: kvcore.KVCacheManager,
+        scheduler: Scheduler,
+        runner: Runner,
+        grammars: Grammars,
+        vocab_size: int,
+    ) -> None:
+        self.kv = kv
+        self.vocab_size = vocab_size
+        self._text_model = model
+        self._scheduler = scheduler
+        self._runner = runner
+        self._grammars = grammars
+        self._unread: Flight | None = None
+        self._streams: dict[int, TextStream] = {}
+        self._next_id = 0
+        self._watch: StepWatch = Unwatched()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything left to do. O(1)."""
+        return self._scheduler.has_unfinished
+
+    @property
+    def model(self) -> Model:
+        """Whose texts it writes. O(1)."""
+        return self._text_model
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """The running requests, in order. O(num_running)."""
+        return self._scheduler.running
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The waiting and preempted requests, in order. O(num_waiting)."""
+        return self._scheduler.waiting
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a request may come to for sure, its prompt included. O(1)."""
+        return self._scheduler.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most requests that run at once. O(1)."""
+        return self._scheduler.config.max_num_seqs
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep recurrent states. O(1)."""
+        return isinstance(self.kv.groups[-1], kvcore.RecurrentState)
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether speculative decoding is on. O(1)."""
+        return self._scheduler.is_speculative
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's counters, live. O(1)."""
+        return self._scheduler.stats
+
+    def empty_cache(self, *, enable_caching: bool) -> None:
+        """Empty the prefix cache, and turn prefix caching on or off. O(contents).
+
+        Args:
+            enable_caching: whether finished blocks are found again, from now on.
+        """
+        self.kv.reset()
+        self.kv.enable_caching = enable_caching
+
+    def end(self, *, goes_on: bool = False) -> None:
+        """Say that no more steps come, which other ranks have to know. O(1).
+
+        Args:
+            goes_on: keep the other ranks running, because the network is used once more.
+        """
+
+    def record(self) -> StepRecorder:
+        """Record every step from now on; the recorder grows with each. O(1)."""
+        recorder = StepRecorder(self.kv, self._scheduler)
+        self._watch = recorder
+        return recorder
+
+    def stop_recording(self) -> None:
+        """Record no more steps; what was recorded stays with its recorder. O(1)."""
+        self._watch = Unwatched()
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queue a prompt, to be continued once; as `submit`. O(prompt).
+
+        Args:
+            prompt: text, or token ids.
+            params: None: greedy, with the default length.
+        """
+        [request] = self.submit(Submission(prompt, params or SamplingParams()))
+        return request
+
+    def submit(self, asked: Submission) -> list[Request]:
+        """Queue a submission: a request for each sample. O(samples * prompt).
+
+        Raises:
+            InvalidArgumentError: an empty prompt, a token that the model does not have, items
+                outside the prompt, or something else than a namespace or retentions.
+            RequestTooLongError: it could never finish here; nothing has changed.
+        """
+        prompt, params = asked.prompt, asked.params
+        tokens = self._text_model.codec.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str) and not prompt:
+            raise InvalidArgumentError("prompt: wanted text that is not empty, got ''")
+        self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
+        if params.grammar is not None:
+            self.check_grammar(params.grammar)
+        requests: list[Request] = []
+        for number in range(asked.num_samples):
+            request = Request(
+                self._next_id,
+                tokens,
+                params,
+                self._text_model.eos_token_ids,
+                priority=asked.priority,
+                leader=requests[0] if requests else None,
+                sample=number,
+                namespace=asked.namespace,
+                retain=asked.retain,
+                boundaries=asked.boundaries,
+                items=asked.items,
+            )
+            self._check_tokens("prompt", request.tokens)
+            self._scheduler.add(request)
+            if params.grammar is not None:
+                self._grammars.open(request)
+            self._streams[request.request_id] = self._text_model.open_text(request.params.stop)
+            self._next_id += 1
+            requests.append(request)
+        return requests
+
+    def compile_grammar(self, grammar: Grammar) -> Future[Compiled]:
+        """Begin to compile a grammar, unless that was done; from any thread. O(1).
+
+        It is compiled beside the steps; a request that has it is queued at once then. The future
+        raises what `check_grammar` does.
+        """
+        return self._grammars.compile(grammar)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Wait until a grammar is compiled. Some tens of milliseconds, once for each grammar.
+
+        Raises:
+            InvalidSettingError: no text follows it, it means nothing, or is too large.
+            GrammarError: its first masks take longer than a token may.
+            UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
+        """
+        self.compile_grammar(grammar).result()
+
+    def submit_all(self, asked: Iterable[Submission]) -> list[Request]:
+        """Queue several, or none of them. O(all samples * their prompts).
+
+        Returns:
+            Their requests, the samples of the first one first.
+
+        Raises:
+            InvalidArgumentError: one of them is refused, as `submit` says.
+        """
+        requests: list[Request] = []
+        try:
+            for each in asked:
+                requests += self.submit(each)
+        except Exception:
+            for request in requests:
+                self.abort(request)
+            raise
+        return requests
+
+    def abort(self, request: Request) -> bool:
+        """End a request now; whether it was unfinished. O(num_unfinished)."""
+        self._streams.pop(request.request_id, None)
+        self._runner.discard(request)
+        return self._scheduler.abort(request)
+
+    def step(self) -> list[Output]:
+        """Run one forward pass; return the tokens that were read, oldest chunk first.
+
+        They are those of this pass, or with `async_scheduling` those of the one before: the first
+        call returns none then, and one more call after the last pass returns the rest.
+
+        Raises:
+            StalledError: nothing can run although something is unfinished.
+        """
+        outputs = self._run_step()
+        return [*outputs, *self._end_overrun()] if self._grammars.is_used else outputs
+
+    def _run_step(self) -> list[Output]:
+        """Schedule, launch, accept the tokens of the step before, commit, accept those at hand."""
+        watch, previous, step = self._watch, self._unread, Step(())
+        watch.begin()
+        try:
+            step = self._scheduler.schedule()
+            watch.scheduled(step)
+            launched = self._launch(step, previous)
+            outputs = self._accept(previous, advances=not self._grammars.is_used)
+        except BaseException:
+            self._abandon(step)
+            raise
+        orders = self._scheduler.advance(step)
+        if orders:
+            self._runner.copy(orders)
+        if self._runner.can_defer_read(launched.sampling):
+            self._unread = launched if step.chunks else None
+        else:
+            self._unread = None
+            outputs += self._accept(launched)
+        if (
+            not step.chunks
+            and previous is None
+            and step.is_empty
+            and self._scheduler.has_unfinished
+        ):
+            raise StalledError(
+                "step: requests are waiting, and none of them can be admitted or run"
+            )
+        watch.end()
+        return outputs
+
+    def _launch(self, step: Step, previous: Flight | None) -> Flight:
+        """Send a step to the device; wait for the tokens that this call returns.
+
+        They are its own, or with `async_scheduling` those of the previous step.
+        """
+        launched = self._runner.send(step, tuple(step.sampling), previous, self._watch)
+        awaited = previous if self._runner.is_async else launched
+        if awaited is not None:
+            awaited.read()
+        self._watch.done(SAMPLE)
+        return launched
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[Output]:
+        """Run prompts to their ends, yielding tokens as they come.
+
+        If the iterator is closed early, what is left of these requests is aborted.
+
+        Raises:
+            InvalidArgumentError: one of the prompts is refused; none of them is queued then.
+        """
+        yield from self._drain(self.add_all(prompts, params))
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Run prompts to their ends; their completions in the order of the prompts.
+
+        Raises:
+            InvalidArgumentError: one of the prompts is refused; none of them is queued then.
+        """
+        requests = self.add_all(prompts, params)
+        texts: dict[int, str] = {}
+        tokens: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
+        for output in self._drain(requests):
+            if output.request.params.logprobs is not None:
+                tokens[output.request.request_id] += output.tokens
+            if output.request.is_finished:
+                texts[output.request.request_id] = output.take_text()
+        return [
+            Completion(request, texts[request.request_id], tuple(tokens[request.request_id]))
+            for request in requests
+        ]
+
+    def add_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        """Queue several prompts, or none of them. O(all prompts).
+
+        Raises:
+            InvalidArgumentError: one of the prompts is refused, or there are not as many `params`.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidArgumentError(f"params: wanted {len(prompts)} of them, got {len(each)}")
+        return self.submit_all(map(Submission, prompts, each))
+
+    def _drain(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Step until these have ended; yield their outputs; abort what is left of them."""
+        wanted = {request.request_id for request in requests}
+        try:
+            while not all(request.is_finished for request in requests):
+                yield from (out for out in self.step() if out.request.request_id in wanted)
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    def _accept(self, flight: Flight | None, *, advances: bool = False) -> list[Output]:
+        """Give the requests of a step their tokens, and end those that these end.
+
+        See `Scheduler.accept` for `advances`.
+        """
+        if flight is None:
+            return []
+        streams, outputs, sampled = self._streams, [], flight.read()
+        tokens = {number: token for number, token in sampled.items() if token is not None}
+        logprobs, uses_grammars = flight.logprobs(), self._grammars.is_used
+        if len(tokens) < len(sampled) or uses_grammars:
+            for request in flight.sampling:
+                error = None if request.is_finished else self._error(request, sampled)
+                if error is not None:
+                    tokens.pop(request.request_id, None)
+                    outputs.append(self._fail(request, error))
+        further = self._verify(flight, tokens) if flight.drafted else {}
+        for request in self._scheduler.accept(tokens, further, advances=advances):
+            number = request.request_id
+            stream, given = streams[number], (tokens[number], *further.get(number, ()))
+            if number not in further:
+                stream.add(given[0])
+            is_over = request.is_finished or stream.is_stopped
+            if is_over or (uses_grammars and self._is_whole(request)):
+                self._end(request, stream)
+            outputs.append(Output(request, given, stream, logprobs.get(number, ())))
+        return outputs
+
+    def _verify(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
+        """The tokens behind the first one of each request whose draft tokens were accepted.
+
+        Their text is made here: a stop string may end it among them; the tokens behind it are
+        dropped.
+        """
+        further: dict[int, list[int]] = {}
+        for request, drafts, ahead in flight.ahead():
+            number = request.request_id
+            if request.is_finished or number not in tokens:
+                continue
+            stream, count = self._streams[number], 0
+            accepted = accepted_tokens(request, drafts, tokens[number], ahead)
+            for token in accepted:
+                stream.add(token)
+                count += 1
+                if stream.is_stopped:
+                    break
+            further[number] = accepted[1:count]
+        return further
+
+    def _error(self, request: Request, sampled: Mapping[int, int | None]) -> ModelError | None:
+        """Why a request got no valid token; None: it got one."""
+        if sampled[request.request_id] is None:
+            return NumericalError("the model's logits for the next token are not finite numbers")
+        return None if request.params.grammar is None else self._grammars.error(request)
+
+    def _fail(self, request: Request, error: ModelError) -> Output:
+        """End a request by an error of its own.
+
+        Where its logits are no numbers, nothing that it has computed is found any more.
+        """
+        stream = self._streams[request.request_id]
+        request.error = error
+        self._scheduler.finish(request, FinishReason.ERROR)
+        if isinstance(error, NumericalError):
+            self.kv.reset()
+        self._end(request, stream)
+        return Output(request, (), stream)
+
+    def _end_overrun(self) -> list[Output]:
+        """End the requests whose grammar has used up its time."""
+        overrun = self._grammars.take_overrun()
+        return [self._fail(each, error) for each, error in overrun if not each.is_finished]
+
+    def _abandon(self, step: Step) -> None:
+        """Abort all requests; what the pass has written is unknown, so none of it may be found."""
+        for request in self._scheduler.unfinished:
+            self.abort(request)
+        self._scheduler.drop(step)
+        if self._unread is not None:
+            self._unread = None
+            self.kv.reset()
+
+    def _end(self, request: Request, stream: TextStream) -> None:
+        if not request.is_finished:
+            self._scheduler.finish(request, FinishReason.STOP)
+        stream.close()
+        del self._streams[request.request_id]
+        self._runner.discard(request)
+
+    def _is_whole(self, request: Request) -> bool:
+        return request.params.grammar is not None and self._grammars.is_whole(request)
+
+    def _check_tokens(self, what: str, tokens: Sequence[int]) -> None:
+        if tokens and max(tokens) >= self.vocab_size:
+            raise InvalidArgumentError(
+                f"{what}: wanted token ids below {self.vocab_size}, got {max(tokens)}"
+            )
