@@ -25,8 +25,6 @@ import enum
 import functools
 import logging
 import queue
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
@@ -35,6 +33,7 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.submission import Prompt, Submission
 from model.errors import InvalidArgumentError, ModelError, RankLostError
+from model.host import Host
 from model.pace import STREAM_SHARE, Pace
 from model.token_stream import Delta, Sample, TokenStream
 
@@ -157,6 +156,7 @@ class AsyncEngine:
         observer: is told what happens.
         announce: makes, on the thread, what tells others what the cache holds, of the engine and
             of what makes it publish soon though no step may be due; it publishes after each step.
+        host: gives the thread and the time; None: the process.
     """
 
     def __init__(
@@ -167,7 +167,9 @@ class AsyncEngine:
         stream_share: float = STREAM_SHARE,
         observer: Observer | None = None,
         announce: Callable[[EngineCore, Callable[[], None]], Announcer] | None = None,
+        host: Host | None = None,
     ) -> None:
+        self.host = Host() if host is None else host
         self.observer: Observer = Unobserved() if observer is None else observer
         self._make: Callable[[], EngineCore] = engine if callable(engine) else lambda: engine
         self._announce = announce
@@ -177,10 +179,10 @@ class AsyncEngine:
         self._num_faults = 0
         self._last_fault: str | None = None
         self._fault: Exception | None = None
-        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command | None] = self.host.queue()
         self._open: dict[int, tuple[TokenStream, Sample]] = {}  # by request_id
         self._held: dict[int, tuple[TokenStream, Sample]] = {}  # have tokens to hand out, likewise
-        self._pace = Pace(stream_share)
+        self._pace = Pace(stream_share, now=self.host.now_s, worked=self.host.worked_s)
         self._timer: asyncio.TimerHandle | None = None
         self._num_arriving = 0
         self._engine: EngineCore | None = None
@@ -232,7 +234,7 @@ class AsyncEngine:
         loop = self._loop = asyncio.get_running_loop()
         self._ready, self._gone = loop.create_future(), loop.create_future()
         self._ready.add_done_callback(_look)
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self.host.start_thread("engine", self._run)
 
     async def ready(self) -> None:
         """Wait until requests are taken.
@@ -268,7 +270,7 @@ class AsyncEngine:
             QueueFullError: too many wait.
             NotServingError: no requests are taken now.
         """
-        arrived_s = time.perf_counter()
+        arrived_s = self.host.now_s()
         count = sum([each.num_samples for each in asked])
         if count < 1:
             raise InvalidArgumentError("prompt: wanted at least one, got none")
@@ -321,9 +323,7 @@ class AsyncEngine:
             self._state = EngineState.DRAINING
         if self.num_open:
             self._idle = asyncio.get_running_loop().create_future()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s):
-                    await self._idle
+            await asyncio.wait([self._idle], timeout=deadline_s)
         num_cut = self.num_open
         await self.stop()
         return num_cut
@@ -640,9 +640,9 @@ class AsyncEngine:
                 (o.request.request_id, o.tokens, o.request.finish_reason, o.request.error)
                 for o in outputs
             ]
-            self._post(functools.partial(self._deliver, time.perf_counter(), given))
+            self._post(functools.partial(self._deliver, self.host.now_s(), given))
             if any(map(_cannot_wait, outputs)):
-                taken = threading.Event()
+                taken = self.host.event()
                 self._post(taken.set)
                 taken.wait(_HAND_OVER_S)
 

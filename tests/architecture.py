@@ -53,7 +53,7 @@ TRITON_GPU_LAYERS = (
 )
 
 MODEL_LAYERS = (
-    ("errors",),
+    ("errors", "host"),
     ("control",),
     ("trace", "caches"),
     ("attention", "ranks"),

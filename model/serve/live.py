@@ -99,7 +99,7 @@ class PoolFeed:
         self._period_s = period_s
         self._viewers: set[_Viewer] = set()
         self._watch: asyncio.Task[None] | None = None
-        self._began_s = time.monotonic()
+        self._began_s = self._engine.host.now_s()
         self._frames: PoolFrames | None = None  # these three belong to the engine's thread
         self._looked_at: EngineCore | None = None
 
@@ -138,9 +138,9 @@ class PoolFeed:
             while True:
                 needs_whole = any(viewer.needs_whole for viewer in self._viewers)
                 look = await self._engine.call(partial(self._look, needs_whole=needs_whole))
-                is_due = time.monotonic() - told_s >= _IDLE_PERIOD_S
+                is_due = self._engine.host.now_s() - told_s >= _IDLE_PERIOD_S
                 if is_due or look.whole is not None or look.frame.size:
-                    told_s = time.monotonic()
+                    told_s = self._engine.host.now_s()
                     await self._tell(look)
                 await asyncio.sleep(max(self._period_s, look.took_s * _SHARE))
         except NotServingError:
@@ -175,7 +175,7 @@ class PoolFeed:
         if frames is None or self._looked_at is not engine:
             frames = PoolFrames(engine.kv, engine, label=self._label if self.shows_texts else None)
             self._frames, self._looked_at = frames, engine
-        frame = frames.look(time.monotonic() - self._began_s)
+        frame = frames.look(self._engine.host.now_s() - self._began_s)
         whole = frames.whole() if needs_whole else None
         return _Look(frame, whole, frames.head(), time.perf_counter() - begin_s)
 

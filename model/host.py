@@ -1,0 +1,50 @@
+"""What a process gives to the code that runs in it: time, threads, and how threads wait.
+
+Code that needs one of these asks the host that it was made with. `tests/simulation` gives another
+one, in which time and threads are simulated, so a run can be repeated exactly. On an event loop the
+loop itself is asked: `loop.time`, `asyncio.sleep`, `asyncio.to_thread`.
+
+Does not know: who asks.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+
+class Event(Protocol):
+    """Something that one thread waits for: `threading.Event`, say."""
+
+    def set(self) -> None:
+        """It happened."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has happened, or for `timeout` seconds; whether it has."""
+        ...
+
+
+class Host:
+    """The process as it is."""
+
+    def now_s(self) -> float:
+        """A clock, in seconds; only differences mean anything. O(1)."""
+        return time.perf_counter()
+
+    def worked_s(self) -> float:
+        """What this thread has computed so far, in seconds. O(1)."""
+        return time.thread_time()
+
+    def start_thread(self, name: str, run: Callable[[], None]) -> None:
+        """Run a function on a thread of its own that does not keep the process alive. O(1)."""
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def queue(self) -> SimpleQueue[Any]:
+        """A queue from any thread to one that may wait for it. O(1)."""
+        return SimpleQueue()
+
+    def event(self) -> Event:
+        """An event that has not happened. O(1)."""
+        return threading.Event()
