@@ -1,0 +1,253 @@
+"""A device that only remembers, and a model whose every token depends on all that it read.
+
+The digest of a token depends on the namespace of its text and on all tokens before it; the next
+token follows from it. The memory keeps for every slot the digest that was computed into it. Before
+a chunk is computed, every block that its first token sees is compared with the digests of its own
+text: a stale, foreign or missing read is a violation at once.
+"""
+
+from zlib import crc32
+
+import kvcore
+from model.control.step import Flight
+
+VOCABULARY = 32
+EOS = 0
+_MASK = (1 << 64) - 1
+
+
+class ViolationError(BaseException):  # no `except Exception` of the product hides it
+    """The run has broken a rule."""
+
+
+class DeviceError(RuntimeError):
+    """A fault of the device, injected."""
+
+
+def seed_of(namespace):
+    """The digest before the first token of a text."""
+    return crc32(repr(namespace).encode())
+
+
+def digest(before, token):
+    """The digest of a token behind another one."""
+    found = ((before ^ (token + 1)) * 0x9E3779B97F4A7C15) & _MASK
+    return found ^ (found >> 29)
+
+
+def next_token(found):
+    """What the model draws behind a token with this digest; one in 32 is the end."""
+    return (found >> 20) % VOCABULARY
+
+
+def answer(prompt, params, namespace):
+    """The tokens that a request gives when it has the machine to itself."""
+    found = seed_of(namespace)
+    for token in prompt:
+        found = digest(found, token)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    tokens = []
+    while len(tokens) < params.max_tokens and not (tokens and tokens[-1] in ends):
+        tokens.append(next_token(found))
+        found = digest(found, tokens[-1])
+    return tokens
+
+
+class Texts:
+    """The tokenizer and texts of the model: a letter for each token, nothing for the last."""
+
+    eos_token_ids = frozenset({EOS})
+
+    def __init__(self):
+        self.codec = self
+
+    def encode(self, text):
+        return [1 + ord(letter) % (VOCABULARY - 1) for letter in text]
+
+    def encode_chat(self, messages, *, opens_answer=True, options=None):
+        del options
+        return self.encode("".join(m["role"] + m["content"] for m in messages) + "a" * opens_answer)
+
+    def decode(self, tokens):
+        return "".join([chr(96 + token) for token in tokens if token != EOS])
+
+    def describe(self):
+        return None
+
+    def open_step(self):
+        return self.decode
+
+    def open_text(self, stop=()):
+        from model.load.text import TextStream  # noqa: PLC0415  # it needs no torch
+
+        return TextStream(self.decode, stop, self.open_step())
+
+
+class NoGrammars:
+    """Stands where an engine keeps its grammars: none is ever used."""
+
+    is_used = False
+
+    def take_overrun(self):
+        """Requests that have used up their time."""
+        return []
+
+
+class _Drawn:
+    """The tokens of a step, which are there when the device is done."""
+
+    def __init__(self, host, done_s, tokens):
+        self._host, self._done_s, self._tokens = host, done_s, tokens
+
+    def read(self):
+        wait_s = self._done_s - self._host.loop.now
+        if wait_s > 0:
+            self._host.loop.sleep(wait_s)
+        return self._tokens
+
+    def logprobs(self):
+        return {}
+
+
+class Device:
+    """Runs steps for an `EngineCore`, one after another in simulated time.
+
+    Args:
+        host: of the process.
+        kv: whose blocks these are.
+        faults: decides what goes wrong: `step_fails()`, `logits_fail()`.
+        is_async: whether the next step is sent before the tokens of this one are read.
+    """
+
+    def __init__(self, host, kv, faults, *, is_async):
+        self.is_async = is_async
+        self.num_computed = 0
+        self._host, self._kv, self._faults = host, kv, faults
+        self._size = kv.block_size
+        self._slots = [None] * (kv.num_blocks * self._size)
+        self._texts = {}  # request_id -> digests of its tokens, those on the device included
+        self._drawn = {}  # request_id -> its newest token
+        self._done_s = 0.0
+
+    def can_defer_read(self, sampling):
+        del sampling
+        return self.is_async
+
+    def discard(self, request):
+        self._texts.pop(request.request_id, None)
+        self._drawn.pop(request.request_id, None)
+
+    def copy(self, orders):
+        for order in reversed(orders):
+            self._set_block(order.dst, self._block(order.src))
+
+    def send(self, step, sampling, before, watch):
+        del before, watch
+        self._move(step)
+        if self._faults.step_fails():
+            self._spoil(step)
+            raise DeviceError("the device failed")
+        rows, ahead, num_tokens = {}, [], 0
+        for chunk in step.chunks:
+            num_tokens += chunk.num_tokens
+            digests = self._compute(chunk)
+            if chunk.samples:
+                tokens = [*map(next_token, digests[chunk.start + chunk.num_known - 1 :])]
+                numbers = [request.request_id for request in chunk.sampling]
+                self._drawn.update(dict.fromkeys(numbers, tokens[0]))
+                tokens = [None if self._faults.logits_fail() else token for token in tokens]
+                rows.update(dict.fromkeys(numbers, tokens[0]))
+                ahead += tokens[1:]
+        self._done_s = max(self._done_s, self._host.loop.now) + 0.0002 + num_tokens * 0.00001
+        drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
+        tokens = [rows[request.request_id] for request in sampling] + ahead
+        return Flight(sampling, _Drawn(self._host, self._done_s, tokens), drafted)
+
+    def _move(self, step):
+        for transfer in step.stores:
+            transfer.copy.payload = [self._block(block_id) for block_id in transfer.block_ids]
+        for transfer in step.loads:
+            payload = transfer.copy.payload
+            stored = [content for run in transfer.ranges for content in payload[slice(*run)]]
+            for block_id, content in zip(transfer.block_ids, stored, strict=True):
+                self._set_block(block_id, content)
+
+    def _compute(self, chunk):
+        """Read and write what a chunk does; the digests of its text, drafts included."""
+        request = chunk.request
+        found = self._digests(request)
+        for token in chunk.drafts:
+            found.append(digest(found[-1], token))
+        start, stop, size = chunk.start, chunk.start + chunk.num_tokens, self._size
+        if len(found) < stop:
+            raise ViolationError(f"{request!r}: a chunk to {stop} of {len(found)} tokens")
+        self.num_computed += chunk.num_tokens
+        sequence, slots = request.running_sequence, self._slots
+        for group, table in zip(self._kv.groups, sequence.tables, strict=False):
+            ids = table.block_ids
+            self._read(request, ids, group.first_visible(start), start, found)
+            for place in range(start, stop):
+                slots[ids[place // size] * size + place % size] = found[place]
+        if sequence.state is not None:
+            self._advance(request, start, found[: start + chunk.num_known])
+        return found
+
+    def _digests(self, request):
+        """The digests of all its tokens, one that only the device knows included."""
+        digests, tokens = self._texts.get(request.request_id), request.tokens
+        if digests is None:
+            digests = self._texts[request.request_id] = [seed_of(request.namespace)]
+        for token in tokens[len(digests) - 1 :]:
+            digests.append(digest(digests[-1], token))
+        if request.is_expecting and len(digests) == len(tokens) + 1:
+            digests.append(digest(digests[-1], self._drawn[request.request_id]))
+        return digests[1:]
+
+    def _read(self, request, ids, first_visible, start, found):
+        """Compare what the first token of a chunk sees with its own text."""
+        slots, size = self._slots, self._size
+        first, full = first_visible // size, start // size
+        held = [slots[block_id * size + size - 1] for block_id in ids[first:full]]
+        wanted = found[(first + 1) * size - 1 : full * size : size]
+        if start % size and first_visible < start:
+            held.append(slots[ids[full] * size + start % size - 1])
+            wanted.append(found[start - 1])
+        if held != wanted:
+            raise ViolationError(
+                f"{request!r}: its token {start} reads what is not its own in blocks "
+                f"{list(ids[first : full + 1])}"
+            )
+
+    def _advance(self, request, start, found):
+        """Read the state of a sequence and write the next one."""
+        read, written = request.running_sequence.state_blocks
+        held = [self._slots[block_id * self._size] for block_id in read]
+        wanted = [(piece, found[start - 1]) for piece in range(len(written) if start else 0)]
+        if held != wanted:
+            raise ViolationError(f"{request!r}: its token {start} reads a state not its own")
+        for piece, block_id in enumerate(written):
+            self._slots[block_id * self._size] = (piece, found[-1])
+
+    def _spoil(self, step):
+        """A step that fails may have written anything into the blocks that it writes."""
+        for chunk in step.chunks:
+            for table in chunk.request.running_sequence.tables:
+                for block_id in table.block_ids[chunk.start // self._size :]:
+                    self._set_block(block_id, ["spoilt"] * self._size)
+
+    def _block(self, block_id):
+        return self._slots[block_id * self._size : (block_id + 1) * self._size]
+
+    def _set_block(self, block_id, content):
+        self._slots[block_id * self._size : (block_id + 1) * self._size] = content
+
+
+def make_kv(features, kind=kvcore.KVCacheManager):
+    """The allocator of a run."""
+    return kind(
+        features.num_blocks,
+        features.block_size,
+        groups=features.groups(),
+        enable_caching=features.caches,
+        record_events="xxh3-128",
+    )

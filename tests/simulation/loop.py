@@ -1,0 +1,246 @@
+"""One process in simulated time: an event loop, threads and a clock that one seed decides.
+
+The loop is asyncio's own, with another selector: where a real loop sleeps, threads run, and if none
+can run the clock jumps to the next moment at which something happens. A thread is a greenlet: it
+runs until it waits, so the code of the product runs as it is. Which thread runs next, and whether
+the loop or a thread goes first, is drawn; the order of the loop's own callbacks is asyncio's.
+
+Nothing here reads the time, a `hash` or the order of a set, so a seed is one run everywhere.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from queue import Empty
+
+import greenlet
+
+
+class DeadlockError(BaseException):
+    """Everything waits, and nothing will ever happen."""
+
+
+class _Thread(greenlet.greenlet):
+    """A simulated thread.
+
+    Attributes:
+        name: as it was started.
+        owner: the process that it belongs to.
+        reason: what it waits for; None: it can run.
+    """
+
+    def __init__(self, run, parent, name, owner):
+        super().__init__(run, parent)
+        self.name, self.owner, self.reason = name, owner, None
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """asyncio's loop over simulated time.
+
+    Args:
+        draw: a `random.Random`; decides who runs.
+
+    Attributes:
+        now: the time in seconds.
+        num_turns: how often a thread or a callback round has run.
+    """
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.now = 0.0
+        self.num_turns = 0
+        self._selector = self  # `_run_once` calls `select`
+        self._threads = []
+        self._runnable = []
+        self._sleeping = []  # (when, number, thread)
+        self._number = 0
+        self._thread_ran_last = False
+        self.set_exception_handler(self._note)
+        self.lost_errors = []
+
+    # What asyncio asks for.
+
+    def time(self):
+        return self.now
+
+    def _process_events(self, event_list):
+        pass
+
+    def _write_to_self(self):
+        pass
+
+    def close(self):
+        for thread in self._threads:
+            self._kill(thread)
+        self._selector = None
+        super().close()
+
+    def run_in_executor(self, executor, func, *args):
+        del executor
+        future = self.create_future()
+
+        def run():
+            self.sleep(self.draw.random() * 0.001)
+            try:
+                result = func(*args)
+            except Exception as error:  # noqa: BLE001  # raised where it is awaited
+                done = (future.set_exception, error)
+            else:
+                done = (future.set_result, result)
+            self.call_soon_threadsafe(lambda: None if future.done() else done[0](done[1]))
+
+        self.start_thread("executor", run, None)
+        return future
+
+    def call_soon_threadsafe(self, callback, *args, context=None):
+        handle = super().call_soon_threadsafe(callback, *args, context=context)
+        if isinstance(greenlet.getcurrent(), _Thread) and self.draw.random() < 0.1:
+            self.pause()
+        return handle
+
+    def select(self, timeout):
+        """Let threads run, and time pass, until the loop has something to do."""
+        self.num_turns += 1
+        if timeout == 0:
+            while self._runnable and self.draw.random() < 0.5:
+                self._run_one()
+            return ()
+        deadline = None if timeout is None else self.now + timeout
+        while not self._ready:
+            self._wake_sleepers()
+            if self._runnable:
+                self._run_one()
+                continue
+            next_s = self._sleeping[0][0] if self._sleeping else None
+            if next_s is None or (deadline is not None and deadline <= next_s):
+                if deadline is None:
+                    raise DeadlockError("every task and thread waits, and none for time")
+                self.now = deadline
+                return ()
+            self.now = next_s
+        return ()
+
+    # Threads.
+
+    def start_thread(self, name, run, owner):
+        """Run a function as a thread of a process."""
+        self._threads = [thread for thread in self._threads if not thread.dead]
+        self._threads.append(_Thread(run, self._hub(), name, owner))
+        self._runnable.append(self._threads[-1])
+
+    @property
+    def num_threads(self):
+        """Threads that have not ended."""
+        return sum(not thread.dead for thread in self._threads)
+
+    def sleep(self, seconds):
+        """Of a thread: go on when time has passed."""
+        thread = greenlet.getcurrent()
+        self._number += 1
+        heapq.heappush(self._sleeping, (self.now + seconds, self._number, thread))
+        self._hub().switch()
+
+    def pause(self):
+        """Of a thread: let others run first."""
+        self._runnable.append(greenlet.getcurrent())
+        self._hub().switch()
+
+    def park(self, waiters):
+        """Of a thread: go on when somebody wakes it up."""
+        waiters.append(greenlet.getcurrent())
+        self._hub().switch()
+
+    def wake(self, waiters):
+        """Let all threads run that are parked there."""
+        self._runnable.extend(waiters)
+        waiters.clear()
+
+    def _hub(self):
+        current = greenlet.getcurrent()
+        while current.parent is not None:
+            current = current.parent
+        return current
+
+    def _run_one(self):
+        thread = self._runnable.pop(self.draw.randrange(len(self._runnable)))
+        thread.switch()
+
+    def _wake_sleepers(self):
+        while self._sleeping and self._sleeping[0][0] <= self.now:
+            self._runnable.append(heapq.heappop(self._sleeping)[2])
+
+    def _kill(self, thread):
+        """End a thread now, so that the collector does not do it at some other moment."""
+        if not thread.dead:
+            thread.parent = greenlet.getcurrent()
+            thread.throw()
+
+    def _note(self, _loop, context):
+        self.lost_errors.append(context)
+
+
+class SimulatedHost:
+    """What `model.host.Host` gives, for one simulated process."""
+
+    def __init__(self, loop, owner=None):
+        self.loop, self.owner = loop, owner
+
+    def now_s(self):
+        return self.loop.now
+
+    def worked_s(self):
+        return self.loop.now * self.loop.draw.random()
+
+    def start_thread(self, name, run):
+        self.loop.start_thread(name, run, self.owner or self)
+
+    def queue(self):
+        return SimulatedQueue(self.loop)
+
+    def event(self):
+        return SimulatedEvent(self.loop)
+
+
+class SimulatedQueue:
+    """`queue.SimpleQueue`."""
+
+    def __init__(self, loop):
+        self._loop, self._items, self._waiters = loop, deque(), []
+
+    def put(self, item):
+        self._items.append(item)
+        self._loop.wake(self._waiters)
+
+    def get(self, block=True, timeout=None):
+        assert timeout is None
+        while not self._items:
+            if not block:
+                raise Empty
+            self._loop.park(self._waiters)
+        return self._items.popleft()
+
+    def get_nowait(self):
+        return self.get(block=False)
+
+
+class SimulatedEvent:
+    """`threading.Event`."""
+
+    def __init__(self, loop):
+        self._loop, self._is_set, self._waiters = loop, False, []
+
+    def set(self):
+        self._is_set = True
+        self._loop.wake(self._waiters)
+
+    def wait(self, timeout=None):
+        deadline = None if timeout is None else self._loop.now + timeout
+        while not self._is_set:
+            if deadline is None:
+                self._loop.park(self._waiters)
+            elif self._loop.now < deadline:
+                self._loop.sleep(min(0.0005, deadline - self._loop.now))
+            else:
+                return False
+        return True

@@ -1,0 +1,414 @@
+"""One run of a plan: a replica, its clients and its faults, and what must be true of it.
+
+Safety, after steps and at the end: the allocator's invariants hold; what a client has read is what
+its request gives alone; each request ends once, for a reason that fits; when all is over no block,
+lease, stream, thread or task is left. Liveness: everything ends, within a time that a plan allows,
+and nothing ever waits for what cannot come.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from random import Random
+
+from kvcore import KVCacheManager, Retention
+from kvcore.inspect.invariants import check
+from model.async_engine import (
+    AsyncEngine,
+    EngineFaultError,
+    EngineState,
+    NotServingError,
+    QueueFullError,
+)
+from model.control.config import SchedulerConfig
+from model.control.drafts import NgramDrafts
+from model.control.params import SamplingParams
+from model.control.request import FinishReason
+from model.control.scheduler import Scheduler
+from model.control.submission import Submission, salted
+from model.engine_core import EngineCore
+from model.errors import ModelError, NumericalError, RequestTooLongError
+from model.serve.app import create_app
+from model.serve.config import ServeConfig
+from model.twins import TwinCore
+from tests.simulation.device import (
+    VOCABULARY,
+    Device,
+    DeviceError,
+    NoGrammars,
+    Texts,
+    ViolationError,
+    answer,
+    make_kv,
+)
+from tests.simulation.http import RefusedError, complete
+from tests.simulation.loop import DeadlockError, SimulatedHost, SimulatedLoop
+from tests.simulation.ranks import make_groups
+
+_CHECK_CHANCE = 0.03
+_MOST_ABSENT = 25  # steps, until what a client has left must be gone
+_RETENTION = Retention(0, 8, 1, 5)
+
+
+@dataclass
+class Faults:
+    """What goes wrong in the device: at which of its steps and draws."""
+
+    steps: frozenset = frozenset()
+    logits: frozenset = frozenset()
+    num_steps: int = 0
+    num_draws: int = 0
+
+    def step_fails(self):
+        self.num_steps += 1
+        return self.num_steps - 1 in self.steps
+
+    def logits_fail(self):
+        self.num_draws += 1
+        return self.num_draws - 1 in self.logits
+
+
+class Checked:
+    """An engine that looks at itself now and then; goes before its class."""
+
+    run = None
+
+    def step(self):
+        """As the engine's; an error that nobody has injected breaks a rule."""
+        try:
+            outputs = super().step()
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise ViolationError(f"a step fails: {type(error).__name__}: {error}") from error
+        self.run.stepped()
+        return outputs
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        violation: what broke a rule; None: nothing did.
+        story: what happened, a line each.
+        num_tokens: tokens that the device computed.
+        seconds: simulated.
+    """
+
+    violation: str | None = None
+    story: list = field(default_factory=list)
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+class Run:
+    """Carries a plan out.
+
+    Args:
+        plan: what is done.
+        bug: classes with a planted bug, in place of "kv", "scheduler", "core", "twin" or "front".
+    """
+
+    def __init__(self, plan, bug=None):
+        self.plan = plan
+        self.bug = bug or {}
+        self.outcome = Outcome()
+        self._absent = {}
+        self._draw = Random(plan.seed + 1)
+        self.loop = SimulatedLoop(Random(plan.seed + 2))
+        self._checks = Random(plan.seed + 3)
+
+    def __call__(self):
+        """Run to the end; what came of it."""
+        outcome, loop = self.outcome, self.loop
+        try:
+            loop.run_until_complete(self._main())
+        except (ViolationError, DeadlockError, ModelError) as error:
+            outcome.violation = f"{type(error).__name__}: {error}"
+        if loop.lost_errors and outcome.violation is None:
+            outcome.violation = f"an error that nobody handles: {loop.lost_errors[0]}"
+        outcome.num_tokens = sum(device.num_computed for device in self.devices)
+        outcome.seconds = loop.now
+        loop.close()
+        return outcome
+
+    def tell(self, line):
+        """Add a line to the story."""
+        self.outcome.story.append(f"{self.loop.now * 1000:9.3f} ms  {line}")
+
+    def stepped(self):
+        """A step is over."""
+        engine, absent = self.engine, {}
+        for request in (*self.core.running, *self.core.waiting):
+            if request.request_id not in engine._open:
+                count = absent[request] = self._absent.get(request, 0) + 1
+                if count > _MOST_ABSENT:
+                    raise ViolationError(f"{request!r} is computed for nobody")
+        self._absent = absent
+        limit = self.core.max_num_seqs + self.plan.features.max_waiting
+        if engine.num_open > limit:
+            raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
+        if self._checks.random() < _CHECK_CHANCE:
+            self._check_pools()
+            for kv in self.pools:
+                kv.events.take()
+
+    def _check_pools(self):
+        for kv in self.pools:
+            try:
+                check(kv)
+            except AssertionError as error:
+                raise ViolationError(f"the pool: {error}") from error
+
+    def _make(self):
+        features = self.plan.features
+        host = SimulatedHost(self.loop)
+        groups = make_groups(host, features.num_ranks)
+        self.pools, self.devices, cores = [], [], []
+        for group in groups:
+            core = self._core(host, group if len(groups) > 1 else None)
+            core.run = self
+            cores.append(core)
+        self.core = cores[0]
+        for follower in cores[1:]:
+            host.start_thread("rank", follower.follow)
+        front = self.bug.get("front", AsyncEngine)
+        self.engine = front(self.core, max_waiting=features.max_waiting, host=host)
+        if features.speaks_http:
+            self.app = create_app(self.engine, ServeConfig(), has_page=False)
+
+    def _core(self, host, group):
+        """The engine of a rank; of the only one if there is no group."""
+        features = self.plan.features
+        of = {
+            kind: frozenset(int(f.at) for f in self.plan.faults if f.kind == kind)
+            for kind in ("step", "logits")
+        }
+        kv = make_kv(features, self.bug.get("kv", KVCacheManager))
+        is_async = features.is_async and not features.drafts
+        device = Device(host, kv, Faults(of["step"], of["logits"]), is_async=is_async)
+        self.pools.append(kv)
+        self.devices.append(device)
+        config = SchedulerConfig(
+            max_num_batched_tokens=features.max_num_batched_tokens,
+            max_num_seqs=features.max_num_seqs,
+            watermark=features.watermark,
+            priority_span=features.priority_span,
+            num_host_blocks=features.num_host_blocks,
+            draft_tokens=3,
+        )
+        plans = self.bug.get("scheduler", Scheduler)(
+            kv, config, NgramDrafts() if features.drafts else None
+        )
+        made = Texts(), kv, plans, device, NoGrammars(), VOCABULARY
+        if group is None:
+            return type("Core", (Checked, self.bug.get("core", EngineCore)), {})(*made)
+        twin = type("Twin", (Checked, self.bug.get("twin", TwinCore), EngineCore), {})
+        return twin(*made, ranks=group, is_checked=True)
+
+    async def _main(self):
+        self._make()
+        self.engine.start()
+        await self.engine.ready()
+        self.drained = None
+        tasks = [asyncio.create_task(self._client(ask)) for ask in self.plan.asks]
+        for fault in self.plan.faults:
+            if fault.kind == "drain":
+                self.drained = asyncio.create_task(self._drain(fault.at))
+        done, late = await asyncio.wait(tasks, timeout=self._allowed_s())
+        for task in late:
+            raise ViolationError(f"a request never ends: {task.get_name()}")
+        for task in done:
+            task.result()
+        if self.drained is not None:
+            await self.drained
+        await self._settle()
+
+    def _allowed_s(self):
+        """Time in which everything ends: all of it one after another, several times over."""
+        tokens = sum((len(a.prompt) + a.max_tokens) * a.num_samples for a in self.plan.asks)
+        pauses = sum(a.pause_s * a.max_tokens * a.num_samples for a in self.plan.asks)
+        return 1.0 + self.plan.asks[-1].at_s + pauses + 0.01 * tokens if self.plan.asks else 1.0
+
+    async def _drain(self, at_s):
+        await asyncio.sleep(at_s)
+        self.tell("the server drains")
+        await self.engine.drain(0.02)
+
+    async def _client(self, ask):
+        await asyncio.sleep(ask.at_s)
+        asyncio.current_task().set_name(f"client {ask.number}")
+        self.tell(
+            f"client {ask.number} asks: {len(ask.prompt)} tokens, up to {ask.max_tokens}"
+            + (f", {ask.num_samples} samples" if ask.num_samples > 1 else "")
+        )
+        ways = self._ask_server if self.plan.features.speaks_http else self._ask
+        work = asyncio.ensure_future(ways(ask))
+        if ask.leaves_s is not None:
+            _, left = await asyncio.wait([work], timeout=ask.leaves_s)
+            if left:
+                self.tell(f"client {ask.number} leaves")
+                work.cancel()
+        try:
+            how = await work
+        except asyncio.CancelledError:
+            how = "left"
+        self.tell(f"client {ask.number}: {how}")
+
+    def _submission(self, ask):
+        params = SamplingParams(
+            max_tokens=ask.max_tokens, ignore_eos=ask.ignores_eos, stop=ask.stop
+        )
+        return Submission(
+            list(ask.prompt),
+            params,
+            num_samples=ask.num_samples,
+            priority=ask.priority,
+            namespace=salted(ask.salt),
+            retain=[_RETENTION] if ask.retains else [],
+        )
+
+    async def _ask(self, ask):
+        """Ask the engine directly; how it ended."""
+        submission = self._submission(ask)
+        got = [[] for _ in range(ask.num_samples)]
+        texts, reasons = [""] * ask.num_samples, [None] * ask.num_samples
+        try:
+            async with await self.engine.submit(submission) as stream:
+                async for delta in _deltas(stream, ask):
+                    got[delta.sample] += [one.token_id for one in delta.tokens]
+                    texts[delta.sample] += delta.text
+                    if reasons[delta.sample] is not None:
+                        raise ViolationError(f"client {ask.number}: told twice that it ended")
+                    reasons[delta.sample] = delta.finish_reason
+        except ModelError as error:
+            if not self._may_raise(ask, error):
+                raise ViolationError(f"client {ask.number}: refused: {error}") from error
+            return type(error).__name__
+        finally:
+            self._check_answer(ask, submission, got, texts, reasons)
+        return self._ended(ask, reasons)
+
+    def _may_raise(self, ask, error):
+        faults = {fault.kind for fault in self.plan.faults}
+        return {
+            NotServingError: bool(faults & {"drain", "step"}),
+            QueueFullError: self.plan.features.max_waiting < 1000,
+            RequestTooLongError: self._is_too_long(ask),
+            EngineFaultError: "step" in faults,
+            NumericalError: "logits" in faults,
+        }.get(type(error), False)
+
+    async def _ask_server(self, ask):
+        """Ask over HTTP; how it ended."""
+        body = {
+            "prompt": list(ask.prompt), "max_tokens": ask.max_tokens, "n": ask.num_samples,
+            "priority": ask.priority, "cache_salt": ask.salt or None, "stop": list(ask.stop),
+            "ignore_eos": ask.ignores_eos, "stream": ask.streams, "temperature": 0,
+        }  # fmt: skip
+        texts, reasons = [""] * ask.num_samples, [None] * ask.num_samples
+        try:
+            async for number, text, reason in complete(self.app, body, ask.pause_s):
+                texts[number] += text
+                if reasons[number] is not None:
+                    raise ViolationError(f"client {ask.number}: told twice that it ended")
+                reasons[number] = reason and FinishReason(reason)
+        except RefusedError as refused:
+            self._check_status(ask, refused)
+            return str(refused)
+        finally:
+            got = [[] for _ in range(ask.num_samples)]
+            self._check_answer(ask, self._submission(ask), got, texts, reasons)
+        return self._ended(ask, reasons)
+
+    def _check_status(self, ask, refused):
+        faults = {fault.kind for fault in self.plan.faults}
+        allowed = {
+            429: self.plan.features.max_waiting < 1000,
+            503: bool(faults & {"drain", "step"}),
+            500: bool(faults & {"step", "logits"}),
+            400: self._is_too_long(ask),
+        }
+        if not allowed.get(refused.status, bool(faults)):
+            raise ViolationError(f"client {ask.number}: refused without a reason: {refused}")
+
+    def _is_too_long(self, ask):
+        return len(ask.prompt) + ask.max_tokens > self.core.max_model_len
+
+    def _ended(self, ask, reasons):
+        for number, reason in enumerate(reasons):
+            if reason is None:
+                raise ViolationError(f"client {ask.number}: sample {number} has no end")
+        return " ".join(str(reason.value) for reason in reasons)
+
+    def _check_answer(self, ask, submission, got, texts, reasons):
+        whole = answer(ask.prompt, submission.params, submission.namespace)
+        text = Texts().decode(whole)
+        ends = [place for stop in ask.stop if (place := text.find(stop)) >= 0]
+        shown = text[: min(ends)] if ends else text
+        for number, tokens in enumerate(got):
+            if tokens != whole[: len(tokens)]:
+                raise ViolationError(
+                    f"client {ask.number}: sample {number} read {tokens}, alone it gives {whole}"
+                )
+            if not shown.startswith(texts[number]):
+                raise ViolationError(
+                    f"client {ask.number}: sample {number} read {texts[number]!r} of {shown!r}"
+                )
+            if reasons[number] in (FinishReason.LENGTH, FinishReason.STOP) and (
+                texts[number] != shown or (tokens and not ends and tokens != whole)
+            ):
+                raise ViolationError(
+                    f"client {ask.number}: sample {number} ended with {texts[number]!r}, "
+                    f"alone it gives {shown!r}"
+                )
+
+    async def _settle(self):
+        """Everything is over: what is left?"""
+        is_over = self.drained is not None or self.engine.health.state is EngineState.STOPPED
+        if not is_over:
+            await self._idle()
+        self._check_pools()
+        await self.engine.stop()
+        self._check_empty(self.core.kv)  # other ranks are told of the last ends with the next step
+        await asyncio.sleep(0.001)  # the thread says so just before its end
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            raise ViolationError(f"tasks are left: {others}")
+        if self.loop.num_threads:
+            raise ViolationError(f"{self.loop.num_threads} threads are left")
+
+    async def _idle(self):
+        """Nobody asks any more: the engine ends what is there, and keeps nothing of it."""
+        while self.core.has_unfinished or self.engine.num_open:
+            await asyncio.sleep(0.001)
+            if self.loop.now > 2 * self._allowed_s():
+                raise ViolationError("the engine goes on although every client has gone")
+        await self.engine.call(lambda engine: None)
+        self._check_empty(self.core.kv)
+        for name, what in [
+            ("streams of the engine", self.core._streams),
+            ("texts of the device", self.devices[0]._texts),
+            ("open samples", self.engine._open),
+            ("held samples", self.engine._held),
+        ]:
+            if what:
+                raise ViolationError(f"{name} are left: {what}")
+
+    def _check_empty(self, kv):
+        left = kv.num_usable_blocks - kv.num_free_blocks
+        if left:
+            raise ViolationError(f"{left} blocks are held by requests that have ended")
+
+
+async def _deltas(stream, ask):
+    """What comes, as it comes or at the end."""
+    if not ask.streams:
+        for delta in await stream.whole():
+            yield delta
+        return
+    while not stream.is_over:
+        for delta in await stream.news():
+            yield delta
+        if ask.pause_s:
+            await asyncio.sleep(ask.pause_s)
