@@ -142,6 +142,11 @@ class EngineCore:
         return self._scheduler.waiting
 
     @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """Every request that has not ended. O(those)."""
+        return self._scheduler.unfinished
+
+    @property
     def max_model_len(self) -> int:
         """Tokens that a request may come to for sure, its prompt included. O(1)."""
         return self._scheduler.max_model_len

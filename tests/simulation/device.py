@@ -127,6 +127,7 @@ class Device:
         self._slots = [None] * (kv.num_blocks * self._size)
         self._texts = {}  # request_id -> digests of its tokens, those on the device included
         self._drawn = {}  # request_id -> its newest token
+        self._written = []  # slots, since the last step that was read
         self._done_s = 0.0
 
     def can_defer_read(self, sampling):
@@ -142,8 +143,10 @@ class Device:
             self._set_block(order.dst, self._block(order.src))
 
     def send(self, step, sampling, before, watch):
-        del before, watch
+        del watch
         self._move(step)
+        if before is None:
+            self._written.clear()
         if self._faults.step_fails():
             self._spoil(step)
             raise DeviceError("the device failed")
@@ -182,12 +185,14 @@ class Device:
         if len(found) < stop:
             raise ViolationError(f"{request!r}: a chunk to {stop} of {len(found)} tokens")
         self.num_computed += chunk.num_tokens
-        sequence, slots = request.running_sequence, self._slots
+        sequence, slots, written = request.running_sequence, self._slots, self._written
         for group, table in zip(self._kv.groups, sequence.tables, strict=False):
             ids = table.block_ids
             self._read(request, ids, group.first_visible(start), start, found)
             for place in range(start, stop):
-                slots[ids[place // size] * size + place % size] = found[place]
+                slot = ids[place // size] * size + place % size
+                slots[slot] = found[place]
+                written.append(slot)
         if sequence.state is not None:
             self._advance(request, start, found[: start + chunk.num_known])
         return found
@@ -229,11 +234,13 @@ class Device:
             self._slots[block_id * self._size] = (piece, found[-1])
 
     def _spoil(self, step):
-        """A step that fails may have written anything into the blocks that it writes."""
+        """Nothing is known of what a step that fails writes, nor of one that was not read yet."""
         for chunk in step.chunks:
             for table in chunk.request.running_sequence.tables:
                 for block_id in table.block_ids[chunk.start // self._size :]:
                     self._set_block(block_id, ["spoilt"] * self._size)
+        for slot in self._written:
+            self._slots[slot] = "spoilt"
 
     def _block(self, block_id):
         return self._slots[block_id * self._size : (block_id + 1) * self._size]

@@ -7,6 +7,7 @@ and nothing ever waits for what cannot come.
 """
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from random import Random
 
@@ -46,6 +47,7 @@ from tests.simulation.ranks import make_groups
 
 _CHECK_CHANCE = 0.03
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
+_PATIENCE_S = 0.02  # likewise
 _RETENTION = Retention(0, 8, 1, 5)
 
 
@@ -113,7 +115,8 @@ class Run:
         self.plan = plan
         self.bug = bug or {}
         self.outcome = Outcome()
-        self._absent = {}
+        self._absent = {}  # requests that no client reads: for how many steps
+        self._present = {}  # by client: how many samples it wants, and until when
         self._draw = Random(plan.seed + 1)
         self.loop = SimulatedLoop(Random(plan.seed + 2))
         self._checks = Random(plan.seed + 3)
@@ -138,13 +141,14 @@ class Run:
 
     def stepped(self):
         """A step is over."""
-        engine, absent = self.engine, {}
-        for request in (*self.core.running, *self.core.waiting):
-            if request.request_id not in engine._open:
-                count = absent[request] = self._absent.get(request, 0) + 1
-                if count > _MOST_ABSENT:
-                    raise ViolationError(f"{request!r} is computed for nobody")
-        self._absent = absent
+        engine, now = self.engine, self.loop.now
+        wanted = sum(count for count, until_s in self._present.values() if now < until_s)
+        left = [r for r in self.core.unfinished if r.request_id not in engine._open]
+        if engine.num_open > wanted:
+            raise ViolationError(f"{engine.num_open} requests are open, clients want {wanted}")
+        self._absent = {request: self._absent.get(request, 0) + 1 for request in left}
+        if max(self._absent.values(), default=0) > _MOST_ABSENT:
+            raise ViolationError(f"computed for nobody: {left}")
         limit = self.core.max_num_seqs + self.plan.features.max_waiting
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
@@ -215,10 +219,11 @@ class Run:
         for fault in self.plan.faults:
             if fault.kind == "drain":
                 self.drained = asyncio.create_task(self._drain(fault.at))
-        done, late = await asyncio.wait(tasks, timeout=self._allowed_s())
-        for task in late:
-            raise ViolationError(f"a request never ends: {task.get_name()}")
-        for task in done:
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._allowed_s())
+        for task in tasks:
+            if not task.done():
+                raise ViolationError(f"a request never ends: {task.get_name()}")
             task.result()
         if self.drained is not None:
             await self.drained
@@ -243,17 +248,20 @@ class Run:
             + (f", {ask.num_samples} samples" if ask.num_samples > 1 else "")
         )
         ways = self._ask_server if self.plan.features.speaks_http else self._ask
+        self._present[ask.number] = ask.num_samples, math.inf
         work = asyncio.ensure_future(ways(ask))
         if ask.leaves_s is not None:
             _, left = await asyncio.wait([work], timeout=ask.leaves_s)
             if left:
                 self.tell(f"client {ask.number} leaves")
                 work.cancel()
+                self._present[ask.number] = ask.num_samples, self.loop.now + _PATIENCE_S
         try:
             how = await work
         except asyncio.CancelledError:
             how = "left"
         self.tell(f"client {ask.number}: {how}")
+        self._present[ask.number] = ask.num_samples, self.loop.now + _PATIENCE_S
 
     def _submission(self, ask):
         params = SamplingParams(
@@ -368,6 +376,8 @@ class Run:
         is_over = self.drained is not None or self.engine.health.state is EngineState.STOPPED
         if not is_over:
             await self._idle()
+        if self.engine.health.state is EngineState.RECOVERING:
+            raise ViolationError("the engine computes, and takes no requests")
         self._check_pools()
         await self.engine.stop()
         self._check_empty(self.core.kv)  # other ranks are told of the last ends with the next step
