@@ -104,10 +104,10 @@ def hot_and_cold(count):
     ]
 
 
-def texts_alone(model, prompts):
+def texts_alone(model, prompts, generation=None):
     """What plain `generate` writes for each prompt."""
     return [
-        model.generate(torch.tensor([prompt]), generation_config=greedy())[
+        model.generate(torch.tensor([prompt]), generation_config=generation or greedy())[
             0, len(prompt) :
         ].tolist()
         for prompt in prompts

@@ -41,11 +41,13 @@ class Recurrence:
         token_by_token: where a sequence is continued, modules get one token a call.
         attending: by the index of a layer that attends, the shapes of a token's key and value,
             both [num_kv_heads, head_dim].
+        error: why the network did not run; None: it has run.
     """
 
     shapes: tuple[StateShape, ...] = ()
     token_by_token: bool = False
     attending: Mapping[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
+    error: Exception | None = None
 
 
 def find_states(
@@ -76,7 +78,7 @@ def find_states(
     except Exception as error:  # a class of Transformers may raise any error
         if spy.modules and isinstance(error, refusal):
             raise refusal(f"{type(network).__name__}: {error}") from error
-        return Recurrence()  # it is for others to say what is wrong
+        return Recurrence(error=error)  # it is for others to say what is wrong
     finally:
         for hook in hooks:
             hook.remove()
