@@ -4,16 +4,14 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import kvcore
 from kvcore.adapters.recurrent import Run as Rows
 from kvcore.adapters.recurrent import StateStep, is_divided
 from kvcore.adapters.transformers import KVCoreCache, install, states, uninstall
 from kvcore.adapters.transformers.states import States
-from tests.adapters.tiny import draw_tokens, draw_weights
+from tests.adapters.tiny import draw_tokens, recurrent
 from tests.adapters.transformers_runs import Run, greedy, sizes, texts_alone
-from tests.model.tiny_configs import make_config
 
 KINDS = ("Qwen3_5", "Lfm2", "FalconH1", "Jamba")
 """Gated delta attention behind an encoder of images, a convolution alone, state and attention in
@@ -26,13 +24,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # Transformers' own, of its next versions
 ]
-
-
-def recurrent(kind, **more):
-    config = make_config(f"{kind}Config", "")
-    for name, value in more.items():
-        setattr(config, name, value)
-    return draw_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def longer(num_return_sequences=1):
@@ -184,7 +175,6 @@ def test_a_configuration_that_states_cannot_follow_is_refused(field, value, reas
         ("KimiLinear", "wanted keys and values of 4 heads of 8, .* layer 1 of .* has 4 of 24"),
         ("Mamba2", "wanted a layer that attends, all layers of Mamba2ForCausalLM keep a state"),
         ("InklingText", "InklingAttention: its attention gets sliding_window, which Transformers'"),
-        ("MiniMax", "MiniMaxAttention: its attention gets sliding_window, which Transformers'"),
         ("Zamba", "ZambaAttention: wanted a layer_idx, it serves several layers"),
         ("Rwkv", "or keep a state in Transformers' cache, RwkvForCausalLM has others"),
         ("DeepseekV32", "DeepseekV32ForCausalLM has others: indexed_attention"),
