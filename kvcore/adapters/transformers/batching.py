@@ -153,12 +153,12 @@ def _init_continuous_batching(
     continuous_batching_config: Any = None,  # noqa: ANN401
     workload_hints: Any = None,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    attention = model._kvcore_attention  # noqa: SLF001
+    attention, recurrent = model._kvcore_attention, model._kvcore_recurrent  # noqa: SLF001
     before = model.config._attn_implementation  # noqa: SLF001  # ours, if a manager never stopped
     own = getattr(generation_config or model.generation_config, _CONFIG, None)
     config = continuous_batching_config or own
-    if model._kvcore_recurrent is not None:  # noqa: SLF001
-        config = model._kvcore_recurrent.asked(config or ContinuousBatchingConfig())  # noqa: SLF001
+    if recurrent is not None:
+        config = recurrent.asked(config or ContinuousBatchingConfig())
     if attention is not None:
         config = attention.asked(config or ContinuousBatchingConfig())
         attention.leave()  # Transformers knows the stock ones alone
@@ -166,6 +166,8 @@ def _init_continuous_batching(
         manager = type(model).init_continuous_batching(
             model, generation_config, config, workload_hints
         )
+    if recurrent is not None:
+        recurrent.check(manager.continuous_batching_config)
     manager._create_batch_processor = MethodType(_create_batch_processor, manager)  # noqa: SLF001
     if attention is not None:
         try:

@@ -124,7 +124,7 @@ class RecurrentModel:
             model.set_attn_implementation(_PROBE)
             self.recurrence = probe_recurrence(model, model.device, kvcore.InvalidArgumentError)
             self.groups = _groups(model, self.recurrence)
-        except kvcore.InvalidArgumentError:
+        except BaseException:
             undivide(model)
             raise
         finally:
@@ -138,10 +138,9 @@ class RecurrentModel:
         """A copy with what cannot be recorded left off, where it was not asked for.
 
         Raises:
-            InvalidArgumentError: it asks for that, or a block would be smaller than the state of a
-                layer.
+            InvalidArgumentError: as `check`, or a block would be smaller than the state of a layer.
         """
-        check(config, _STATES, "use_async_batching")
+        self.check(config)
         largest = max(layer_bytes(self.recurrence.shapes))
         least = -(-largest // self._bytes_per_token)
         if config.page_size < least:
@@ -150,6 +149,14 @@ class RecurrentModel:
                 f"bytes and a token in all layers {self._bytes_per_token}, got {config.page_size}"
             )
         return asked(config, _STATES)
+
+    def check(self, config: ContinuousBatchingConfig) -> None:
+        """Refuse what does not ask for the rows of each batch, or prepares one too early.
+
+        Raises:
+            InvalidArgumentError: with the name of the field.
+        """
+        check(config, _STATES, "use_async_batching", "max_blocks_per_request")
 
     def leave(self) -> None:
         """Give the modules with states their own forwards back."""
@@ -191,7 +198,7 @@ def _groups(model: Any, recurrence: Recurrence) -> dict[str, list[int]]:  # noqa
         )
     wanted = (find_num_key_value_heads(config), find_head_dim(config))
     for layer, shapes in sorted(recurrence.attending.items()):
-        if types[layer] not in _ATTENDING:
+        if types and types[layer] not in _ATTENDING:
             raise kvcore.InvalidArgumentError(
                 f"model: wanted full attention, layer {layer} of {name} has {types[layer]}"
             )
