@@ -22,8 +22,8 @@ from torch import Tensor
 
 import backends
 import kvcore
+from kvcore.adapters.recurrent import Run, StateStep
 from model.attention.chunks import chunked_batch
-from model.attention.recurrent import Run, StateStep
 from model.attention.shared_prefix import Shared, Worth, shared_run
 from model.control.request import Request
 from model.control.step import Chunk, Step

@@ -20,38 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-
-class ReportedLength:
-    """A cache in Transformers' interface that stores nothing and reports a length.
-
-    Args:
-        length: of every layer: a number, or int64 with a number for each row of the pass.
-    """
-
-    def __init__(self, length: int | Tensor) -> None:
-        self._length = length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
-        """The number of tokens before this pass. O(1)."""
-        del layer_idx
-        return self._length
-
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values of the pass alone. O(1)."""
-        del layer_idx
-        return key, value
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """As without a cache; used to build masks. O(1)."""
-        del layer_idx
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As without a cache; used to build masks. O(1)."""
-        del layer_idx
-        return query_length, 0
+from kvcore.adapters.recurrent import ReportedLength
 
 
 def report_positions(network: PreTrainedModel) -> None:

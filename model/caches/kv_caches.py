@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import backends
+from kvcore.adapters.recurrent import StateTensors, aligned, state_views
 from model.caches.layout import CacheLayout, LayerShape
-from model.caches.states import StateTensors, aligned, state_views
 from model.errors import InvalidArgumentError
 
 Scales = tuple[tuple[Tensor, Tensor | None], ...]

@@ -9,8 +9,8 @@ that does not fill its groups wastes the rest. (vLLM's hybrid cache manager intr
 A layer may read the keys and values of an earlier layer instead of computing its own (Gemma 3n,
 Gemma 4). It has that layer's group and place, stores nothing and costs no memory.
 
-Recurrent layers keep a state per sequence in pages of the same pool (`states.py`). Then all places
-of a block are one page, as a piece of a state is.
+Recurrent layers keep a state per sequence in pages of the same pool
+(`kvcore/adapters/recurrent`). Then all places of a block are one page, as a piece of a state is.
 
 Decides: the depth: the fewest groups such that no kind wastes more than an eighth of its own size.
 
@@ -28,7 +28,13 @@ import torch
 
 import backends
 import kvcore
-from model.caches.states import StateShape, aligned, fitting_block_size, layer_bytes, num_pieces
+from kvcore.adapters.recurrent import (
+    StateShape,
+    aligned,
+    fitting_block_size,
+    layer_bytes,
+    num_pieces,
+)
 from model.errors import InvalidArgumentError
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import backends
+from kvcore.adapters.recurrent import RecurrentPass, cache_argument
 from model.attention.attention import PagedPass
 from model.attention.batch import StepTensors
 from model.attention.latents import absorb
-from model.attention.recurrent import RecurrentPass, cache_argument
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales

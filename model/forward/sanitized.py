@@ -28,9 +28,9 @@ from torch import Tensor
 
 import backends
 import kvcore
+from kvcore.adapters.recurrent import StateStep
 from kvcore.sanitize import Shadow
 from model.attention.batch import StepTensors
-from model.attention.recurrent import StateStep
 from model.caches.kv_caches import KVCaches
 from model.caches.layout import CacheLayout
 from model.control.step import Chunk, Step

@@ -31,9 +31,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 import backends
+from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.attention import IMPLEMENTATION, attend
 from model.attention.positions import RowsElsewhere, report_positions
-from model.attention.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.rope import RopeSwitch
 from model.caches.layout import LayerShape
 from model.errors import UnsupportedModelError

@@ -1,196 +1,46 @@
-"""Which modules of a network keep states, what these are, and whether they can be continued.
+"""Which modules of a network keep states: the probe of `kvcore.adapters.recurrent`, in our passes.
 
-A network is run once with a cache that notes who asks for a state; there is no list of classes.
-Then a text is computed whole and in pieces: a module whose code ignores its state when it gets
-several tokens at once is called token by token where it continues a sequence.
+Decides: that a network attends with our attention while it is probed, and afterwards.
 
-Invariants: a network whose modules pass gives the same result in pieces as in one pass.
-
-Does not know: caches of a running engine, requests.
+Does not know: how states are found, requests.
 """
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvcore.adapters import recurrent
 from model.attention.attention import IMPLEMENTATION, follow_layers
-from model.attention.recurrent import RecurrentPass, Run, Spy, StateStep, cache_argument, divide
-from model.caches.states import StateShape, StateTensors, aligned, state_views
 from model.errors import UnsupportedModelError
 
-_TOLERANCES = {torch.float32: 0.01, torch.float64: 0.01}
-"""The relative error allowed between a text as a whole and in pieces; 0.05 in other dtypes."""
-_NUM_TOKENS, _BEGINNING = 9, 5
 
-
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """What the recurrent layers of a network keep.
-
-    Attributes:
-        shapes: of the states, by layer.
-        token_by_token: where a sequence is continued, modules get one token a call.
-    """
-
-    shapes: tuple[StateShape, ...] = ()
-    token_by_token: bool = False
-
-
-def find_states(network: PreTrainedModel, device: torch.device) -> tuple[StateShape, ...]:
-    """Find the states of a network, and divide the modules that keep them. One pass of one token.
+def find_states(network: PreTrainedModel, device: torch.device) -> tuple[recurrent.StateShape, ...]:
+    """As `recurrent.find_states`; empty: there are none. One pass of one token.
 
     Args:
-        network: has our attention afterwards; the modules are wrapped for its whole life.
+        network: has our attention afterwards; modules with states are wrapped for its whole life.
         device: of the network; the meta device works for a network without weights.
 
-    Returns:
-        The states of a sequence; empty: there are none, or the network does not run with a cache
-        of our own.
-
     Raises:
-        UnsupportedModelError: a module attends and keeps a state in one, or a network that keeps
-            states attends in a way that a paged cache does not support.
+        UnsupportedModelError: as there.
     """
-    network.set_attn_implementation(IMPLEMENTATION)
-    follow_layers(network)
-    spy, token = Spy(), torch.zeros((1, 1), dtype=torch.int64, device=device)
-    hooks = [
-        hook
-        for module in network.modules()
-        for hook in (
-            module.register_forward_pre_hook(spy.enter),
-            module.register_forward_hook(spy.leave, always_call=True),
-        )
-    ]
-    try:
-        _run(network, token, token, spy, spy.cache)
-    except UnsupportedModelError as error:
-        if spy.modules:  # otherwise it is for others to say what is wrong
-            raise UnsupportedModelError(f"{type(network).__name__}: {error}") from error
-        return ()
-    except Exception:  # noqa: BLE001  # a class of Transformers may raise any error
-        return ()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for module in spy.modules:
-        if any(module is other for other in spy.attending):
-            raise UnsupportedModelError(
-                f"{type(network).__name__}: wanted modules that attend or keep a state, "
-                f"{type(module).__name__} does both"
-            )
-    divide(spy.modules)
-    held = sorted(spy.cache.held.items())
-    return tuple(StateShape(key, tuple(state.shape[1:]), state.dtype) for key, state in held)
+    _attend(network)
+    return recurrent.find_states(network, device, UnsupportedModelError).shapes
 
 
-def probe_recurrence(network: PreTrainedModel, device: torch.device) -> Recurrence:
-    """Find the states of a network and how they are continued. A few passes.
+def probe_recurrence(network: PreTrainedModel, device: torch.device) -> recurrent.Recurrence:
+    """As `recurrent.probe_recurrence`. A few passes.
 
     Args:
         network: see `find_states`.
         device: of the network, which has weights.
 
     Raises:
-        UnsupportedModelError: it cannot continue from a state.
+        UnsupportedModelError: as there.
     """
-    shapes = find_states(network, device)
-    if not shapes:
-        return Recurrence()
-    if _failing(network, device, shapes, token_by_token=False) is None:
-        return Recurrence(shapes)
-    module = _failing(network, device, shapes, token_by_token=True)
-    if module is None:
-        return Recurrence(shapes, token_by_token=True)
-    raise UnsupportedModelError(
-        f"{type(network).__name__}: wanted layers that can continue from a state, "
-        f"{type(module).__name__} gives other results for a text in pieces"
-    )
+    _attend(network)
+    return recurrent.probe_recurrence(network, device, UnsupportedModelError)
 
 
-class _Apart:
-    """Attention in which no token sees another."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
-        """The value of each token itself."""
-        del layer, key
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-
-
-def _failing(
-    network: PreTrainedModel,
-    device: torch.device,
-    shapes: tuple[StateShape, ...],
-    *,
-    token_by_token: bool,
-) -> nn.Module | None:
-    """A module that gives other results for a text in pieces; None: none does.
-
-    Of each class the first that is called is compared: rounding has not gone far there.
-    """
-    pages = torch.zeros(
-        (2, sum(aligned(shape.num_bytes) for shape in shapes)), dtype=torch.uint8, device=device
-    )
-    tensors = state_views(shapes, pages)
-    whole = _outputs(network, device, RecurrentPass.of_fresh([_NUM_TOKENS]), 0, _NUM_TOKENS)
-    end = 0
-    for stop in (_BEGINNING, _NUM_TOKENS - 1, _NUM_TOKENS):
-        passing = _piece(tensors, device, stop - end, end > 0, token_by_token=token_by_token)
-        outputs = _outputs(network, device, passing, end, stop)
-        tolerance = _TOLERANCES.get(network.dtype, 0.05)
-        known: set[type[nn.Module]] = set()
-        for (module, wanted), (_, output) in zip(whole, outputs, strict=True):
-            part = wanted[:, end:stop]
-            if type(module) not in known and not _is_close(output, part, tolerance):
-                return module
-            known.add(type(module))
-        end = stop
-    return None
-
-
-def _piece(
-    tensors: StateTensors,
-    device: torch.device,
-    count: int,
-    has_state: bool,  # noqa: FBT001
-    *,
-    token_by_token: bool,
-) -> RecurrentPass:
-    """A pass of one sequence whose state is in block 1."""
-    block = torch.ones((1, 1), dtype=torch.int64, device=device)
-    step = StateStep((Run(0, count, 0, has_state),), block, block)
-    return RecurrentPass(tensors, step, token_by_token=token_by_token)
-
-
-def _outputs(
-    network: PreTrainedModel, device: torch.device, passing: RecurrentPass, start: int, stop: int
-) -> list[tuple[nn.Module, Tensor]]:
-    """What the modules with states give for some tokens of a text."""
-    vocab_size: int = network.config.get_text_config().vocab_size
-    positions = torch.arange(start, stop, device=device)[None]
-    passing.outputs = []
-    _run(network, (positions * 7 + 3) % vocab_size, positions, _Apart(), passing)
-    return [
-        (module, output[0] if isinstance(output, tuple) else output)
-        for module, output in passing.outputs
-    ]
-
-
-def _is_close(one: Tensor, two: Tensor, tolerance: float) -> bool:
-    return float((one.float() - two.float()).norm()) <= tolerance * float(two.float().norm())
-
-
-def _run(
-    network: PreTrainedModel, tokens: Tensor, positions: Tensor, paged: object, cache: object
-) -> None:
-    with torch.inference_mode():
-        network(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=torch.arange(tokens.shape[1], device=tokens.device),
-            paged=paged,
-            **{cache_argument(network): cache},
-        )
+def _attend(network: PreTrainedModel) -> None:
+    network.set_attn_implementation(IMPLEMENTATION)
+    follow_layers(network)

@@ -4,6 +4,7 @@ import random
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -11,6 +12,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tests.model.tiny_configs import make_config
 
 VOCABULARY = 61
 SIZES = {
@@ -48,6 +51,15 @@ def gemma_2(soft_cap, seed=0):
     made = Gemma2ForCausalLM(config)
     made.set_attn_implementation("eager")  # the one that Transformers wants for Gemma 2
     return draw_weights(made, seed)
+
+
+def recurrent(kind):
+    """A decoder with layers that keep a state: the smallest of a family of Transformers."""
+    config = make_config(f"{kind}Config", "")
+    if kind == "MiniMax":
+        config.sliding_window = None  # as in those that are published
+    torch.manual_seed(0)
+    return draw_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def draw_weights(made, seed=0):

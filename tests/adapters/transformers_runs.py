@@ -1,7 +1,8 @@
 """Transformers' continuous batching with the stock cache and with kvcore's, beside each other.
 
 `python -m tests.adapters.transformers_runs` prints what both compute for the same requests, and
-how many texts of a network with soft caps are those of plain `generate`.
+how many texts of networks with soft caps, and with layers that keep a state, are those of plain
+`generate`.
 """
 
 import random
@@ -14,8 +15,13 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, logging
 
 import kvcore
 from kvcore.adapters.transformers import install
-from tests.adapters.tiny import draw_tokens, gemma_2, network
+from tests.adapters.tiny import draw_tokens, gemma_2, network, recurrent
 
+RECURRENT = (
+    "Qwen3_5", "Qwen3_5MoeText", "Qwen3Next", "Lfm2", "Lfm2Moe", "FalconH1", "Jamba", "NemotronH",
+    "Bamba", "GraniteMoeHybrid", "Zamba2", "OlmoHybrid", "MiniMax", "Zaya", "KimiLinear",
+    "BailingHybrid", "Zamba", "Mamba2", "InklingText", "Rwkv",
+)  # fmt: skip
 WAIT_S = 60
 PAGE = 4
 
@@ -104,10 +110,10 @@ def hot_and_cold(count):
     ]
 
 
-def texts_alone(model, prompts):
+def texts_alone(model, prompts, generation=None):
     """What plain `generate` writes for each prompt."""
     return [
-        model.generate(torch.tensor([prompt]), generation_config=greedy())[
+        model.generate(torch.tensor([prompt]), generation_config=generation or greedy())[
             0, len(prompt) :
         ].tolist()
         for prompt in prompts
@@ -125,6 +131,23 @@ def texts_that_are_right(model, prompts, backends=("stock", None, "numba")):
         texts = [made.tokens[request_id] for request_id in made.request_ids]
         counts.append(sum(map(eq, texts, wanted)))
     return counts
+
+
+def what_states_do(kind):
+    """How many texts of a family are those of `generate`, and the hits; or why it is refused."""
+    model, base = recurrent(kind), draw_tokens(0, 70)
+    prompts = [base[: 70 - 20 * (n % 3)] + draw_tokens(n, 5 + n) for n in range(20)]
+    try:
+        install(model)
+    except kvcore.InvalidArgumentError as error:
+        return f"refused: {error}"
+    wanted = texts_alone(model, prompts)
+    config = sizes(20, max_batch_tokens=40)
+    config.page_size = 32
+    made = Run(model, prompts, config)
+    kvcore.check(made.cache.kv)
+    right = sum(map(eq, [made.tokens[request_id] for request_id in made.request_ids], wanted))
+    return f"{right} of {len(prompts)}, {made.cache.kv.stats().num_hit_tokens} tokens hit"
 
 
 def main():
@@ -151,6 +174,9 @@ def main():
         counts = texts_that_are_right(gemma_2(soft_cap), prompts_that_share(60))
         stock, ours, with_kernels = [f"{count} of 60" for count in counts]
         print(f"soft cap {soft_cap!s:31} {stock}  {ours}  {with_kernels}")
+    print("Layers that keep a state, in chunks of 40 tokens: texts that are plain generate's")
+    for kind in RECURRENT:
+        print(f"{kind:18} {what_states_do(kind)}")
 
 
 if __name__ == "__main__":

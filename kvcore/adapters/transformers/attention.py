@@ -15,7 +15,6 @@ in a checkout of kvcore and not in its wheel; nothing imports this file before a
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,14 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 import backends
 import kvcore
+from kvcore.adapters.transformers.states import asked, check
 
 if TYPE_CHECKING:
     from kvcore.adapters.transformers.batching import KVCoreCache
 
 IMPLEMENTATION = "kvcore_continuous"
+
+_ATTENTION = "a backend's attention"
 
 # What else a layer may be given: the batch says the same, or attention has nothing to do with it.
 _PASSED_OVER = frozenset(PagedAttentionArgs.__annotations__) | {
@@ -63,26 +65,20 @@ class Installed:
         """A copy with what Transformers would turn on by itself left off, where it was not asked.
 
         Raises:
-            InvalidArgumentError: it asks for what `_check` refuses.
+            InvalidArgumentError: it asks for what `check` refuses.
         """
-        _check(config)
-        config = copy(config)
+        config = asked(config, _ATTENTION)
         config.auto_switch_to_flash = False
-        if config.use_cuda_graph is None:
-            config.use_cuda_graph = (False, False)
-        if config.max_blocks_per_request is None:
-            config.max_blocks_per_request = 0
         return config
 
     def enter(self, manager: Any) -> None:  # noqa: ANN401
         """Have the model attend with the backend until the manager stops.
 
         Raises:
-            InvalidArgumentError: Transformers has resolved its configuration to what `_check`
+            InvalidArgumentError: Transformers has resolved its configuration to what `check`
                 refuses.
         """
-        resolved = manager.continuous_batching_config
-        _check(resolved, max_blocks_per_request=resolved.max_blocks_per_request)
+        check(manager.continuous_batching_config, _ATTENTION, "max_blocks_per_request")
         self._model.set_attn_implementation(IMPLEMENTATION)
         manager._original_attn_impl = self._own  # noqa: SLF001  # `stop` gives it back
 
@@ -100,22 +96,6 @@ class Installed:
             )
 
 
-def _check(config: ContinuousBatchingConfig, **others: object) -> None:
-    """Refuse what would record or compile a pass, or pad it, because each batch has other tensors.
-
-    Args:
-        config: as asked for, or resolved.
-        others: more of its fields.
-    """
-    names = ("use_cuda_graph", "varlen_compile_config", "decode_compile_config")
-    fields = {name: getattr(config, name) for name in (*names, "default_compile_level")}
-    for name, given in (fields | others).items():
-        if given not in (None, False, (False, False)):  # or 0, which is no less False
-            raise kvcore.InvalidArgumentError(
-                f"{name}: wanted none beside a backend's attention, got {given!r}"
-            )
-
-
 class Attention:
     """What a backend is told of the batches of one cache.
 
@@ -126,7 +106,6 @@ class Attention:
     def __init__(self, cache: KVCoreCache, backend: backends.Backend) -> None:
         self.backend = backend
         self._cache = cache
-        self._rows: list[tuple[kvcore.KVSequence, int, int]] = []
         self._batches: list[backends.PagedBatch] = []
         self._layers: dict[int, tuple[int, backends.KVCache, int | None]] = {}
         self._pages = [1] * len(cache.cache_allocators)
@@ -136,10 +115,6 @@ class Attention:
             self._layers[layer] = (group, backends.KVCache(keys, values), window)
             self._pages[group] = pages
 
-    def add(self, request_id: str, past_length: int, query_length: int) -> None:
-        """Hear of the next row of the batch that is being prepared."""
-        self._rows.append((self._cache.sequences[request_id], past_length, query_length))
-
     def prepare(
         self,
         theirs: Callable[..., None],
@@ -147,7 +122,6 @@ class Attention:
         **batch: Any,  # noqa: ANN401  # as theirs
     ) -> None:
         """Let Transformers prepare a batch, and make of it what the kernels read. O(blocks)."""
-        self._rows.clear()
         theirs(**batch)
         with stream_context(stream):
             self._batches = self._told()
@@ -155,7 +129,7 @@ class Attention:
     def _told(self) -> list[backends.PagedBatch]:
         """The batch as each group of layers has it, on the device; one copy to it a tensor."""
         starts, lengths = [0], []
-        for _, past, new in self._rows:
+        for _, past, new in self._cache.rows:
             starts.append(starts[-1] + new)
             lengths.append(past + new)
         query_start_loc, seq_lens = self._sent(starts), self._sent(lengths)
@@ -165,7 +139,7 @@ class Attention:
             size = allocator.tokens_per_page
             slots = torch.empty(starts[-1], dtype=torch.int64, device=table.device)
             self.backend.compute_slot_mapping(query_start_loc, seq_lens, table, size, slots)
-            longest = max(new for _, _, new in self._rows)
+            longest = max(new for _, _, new in self._cache.rows)
             made.append(
                 backends.PagedBatch(
                     query_start_loc, seq_lens, table, slots, longest, max(lengths), kept={}
@@ -175,7 +149,7 @@ class Attention:
 
     def _table(self, group: int) -> Tensor:
         """The batch's block table, a row a request; in pages, where several make up a block."""
-        seqs = [seq for seq, _, _ in self._rows]
+        seqs = [seq for seq, _, _ in self._cache.rows]
         longest = max([len(seq.tables[group].block_ids) for seq in seqs])
         table = torch.zeros(len(seqs), longest, dtype=torch.int32)
         for seq, row in zip(seqs, table.numpy(), strict=True):

@@ -1,7 +1,8 @@
 """Transformers' continuous batching with kvcore in the place of its ledger of blocks.
 
-Decides which blocks of the cache that Transformers has made hold which tokens of which request;
-the tensor, the scheduler and, unless a backend is named, the indices and the attention stay theirs.
+Decides which blocks of the cache that Transformers has made hold which tokens of which request, or
+its recurrent state; the tensor, the scheduler and, unless a backend is named, the indices and the
+attention stay theirs.
 `install` gives a model this cache; `generate_batch`, `init_continuous_batching` and the context
 manager are called as ever.
 
@@ -11,7 +12,8 @@ What is different from the stock cache:
   stock one drops all content at once when fewer blocks are free than the safety margin wants;
 - a hit is found by comparing tokens, where the stock one trusts a digest of 8 bytes;
 - layers with a sliding window keep their content in blocks too, not in a ring, so that prefixes
-  are shared where the stock cache shares nothing.
+  are shared where the stock cache shares nothing;
+- layers that keep a recurrent state are served, which the stock cache refuses (`states.py`).
 
 Invariants: a request's sequence is open while its cache is wanted; what is committed was computed
 by a batch that has been read back, or is about to be, in the order of the stream that runs all.
@@ -21,8 +23,10 @@ Does not know: weights, sampling, threads (the loop that Transformers starts is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from math import ceil, gcd
 from types import MethodType
@@ -30,8 +34,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import continuous_api
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching import cache as stock
+from transformers.generation.continuous_batching import continuous_api, initialization
+from transformers.generation.continuous_batching.cache import (
+    PagedAttentionCache,
+    group_layers_by_attn_type,
+)
 from transformers.generation.continuous_batching.cache_allocators import (
     CacheAllocator,
     FullAttentionCacheAllocator,
@@ -39,12 +47,13 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 
 import kvcore
+from kvcore.adapters.transformers.states import RecurrentModel, States, is_recurrent
 
 if TYPE_CHECKING:
     from kvcore.adapters.transformers.attention import Attention, Installed
 
-# Whether the cache that is being made is to be kvcore's.
-_WANTED: ContextVar[bool] = ContextVar("kvcore_cache_is_wanted", default=False)
+# The model whose cache, kvcore's, is being made.
+_SERVED: ContextVar[Any] = ContextVar("kvcore_served_model", default=None)
 
 # What a generation config may have of continuous batching.
 _CONFIG = "continuous_batching_config"
@@ -69,8 +78,8 @@ def install(
             or one that is registered; None: the model's own attention.
 
     Raises:
-        InvalidArgumentError: the model has no continuous batching, or a backend is named and the
-            package `backends` is not here.
+        InvalidArgumentError: the model has no continuous batching, its layers cannot be served, or
+            a backend is named and the package `backends` is not here.
         BackendError: of `backends`: it knows no such backend, or that one cannot run here.
     """
     if not hasattr(type(model), "init_continuous_batching"):
@@ -79,8 +88,12 @@ def install(
     installed = None if backend is None else _attending(model, backend)
     uninstall(model)
     model.destroy_cached_continuous_batching_manager()
+    recurrent = RecurrentModel(model) if is_recurrent(model) else None
     vars(continuous_api)["PagedAttentionCache"] = _new_cache  # the name that managers make it by
+    for module in (stock, initialization):
+        vars(module)["group_layers_by_attn_type"] = _group_layers
     model._kvcore_namespace = namespace  # noqa: SLF001  # ours, on their object
+    model._kvcore_recurrent = recurrent  # noqa: SLF001  # likewise
     model._kvcore_attention = installed  # noqa: SLF001  # likewise
     model.init_continuous_batching = MethodType(_init_continuous_batching, model)
 
@@ -91,8 +104,10 @@ def uninstall(model: Any) -> None:  # noqa: ANN401  # a mixin without types
         model.destroy_cached_continuous_batching_manager()
         if model._kvcore_attention is not None:  # noqa: SLF001
             model._kvcore_attention.leave()  # noqa: SLF001
+        if model._kvcore_recurrent is not None:  # noqa: SLF001
+            model._kvcore_recurrent.leave()  # noqa: SLF001
         del model.init_continuous_batching
-        del model._kvcore_namespace, model._kvcore_attention  # noqa: SLF001
+        del model._kvcore_namespace, model._kvcore_attention, model._kvcore_recurrent  # noqa: SLF001
 
 
 def _attending(model: Any, backend: str) -> Installed:  # noqa: ANN401
@@ -109,8 +124,27 @@ def _attending(model: Any, backend: str) -> Installed:  # noqa: ANN401
     return installed
 
 
+@contextmanager
+def _serving(model: Any) -> Iterator[None]:  # noqa: ANN401
+    token = _SERVED.set(model)
+    try:
+        yield
+    finally:
+        _SERVED.reset(token)
+
+
 def _new_cache(*args: Any, **kwargs: Any) -> PagedAttentionCache:  # noqa: ANN401
-    return (KVCoreCache if _WANTED.get() else PagedAttentionCache)(*args, **kwargs)
+    model = _SERVED.get()
+    if model is None:
+        return PagedAttentionCache(*args, **kwargs)
+    return KVCoreCache(*args, recurrent=model._kvcore_recurrent, **kwargs)  # noqa: SLF001
+
+
+def _group_layers(config: Any) -> dict[str, list[int]]:  # noqa: ANN401
+    """Which layers have a cache of keys and values, by type."""
+    model = _SERVED.get()
+    recurrent = None if model is None else model._kvcore_recurrent  # noqa: SLF001
+    return group_layers_by_attn_type(config) if recurrent is None else recurrent.groups
 
 
 def _init_continuous_batching(
@@ -119,17 +153,21 @@ def _init_continuous_batching(
     continuous_batching_config: Any = None,  # noqa: ANN401
     workload_hints: Any = None,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    attention = model._kvcore_attention  # noqa: SLF001
+    attention, recurrent = model._kvcore_attention, model._kvcore_recurrent  # noqa: SLF001
     before = model.config._attn_implementation  # noqa: SLF001  # ours, if a manager never stopped
+    own = getattr(generation_config or model.generation_config, _CONFIG, None)
+    config = continuous_batching_config or own
+    if recurrent is not None:
+        config = recurrent.asked(config or ContinuousBatchingConfig())
     if attention is not None:
-        own = getattr(generation_config or model.generation_config, _CONFIG, None)
-        continuous_batching_config = attention.asked(
-            continuous_batching_config or own or ContinuousBatchingConfig()
-        )
+        config = attention.asked(config or ContinuousBatchingConfig())
         attention.leave()  # Transformers knows the stock ones alone
-    manager = type(model).init_continuous_batching(
-        model, generation_config, continuous_batching_config, workload_hints
-    )
+    with _serving(model):
+        manager = type(model).init_continuous_batching(
+            model, generation_config, config, workload_hints
+        )
+    if recurrent is not None:
+        recurrent.check(manager.continuous_batching_config)
     manager._create_batch_processor = MethodType(_create_batch_processor, manager)  # noqa: SLF001
     if attention is not None:
         try:
@@ -141,12 +179,14 @@ def _init_continuous_batching(
 
 
 def _create_batch_processor(manager: Any) -> Any:  # noqa: ANN401
-    token = _WANTED.set(True)
-    try:
+    with _serving(manager.model):
         processor = type(manager)._create_batch_processor(manager)  # noqa: SLF001
-    finally:
-        _WANTED.reset(token)
-    processor.cache.namespace = manager.model._kvcore_namespace  # noqa: SLF001
+    cache, batches = processor.cache, processor.inputs_and_outputs
+    cache.namespace = manager.model._kvcore_namespace  # noqa: SLF001
+    if processor is not manager.batch_processor:  # else it was kept from an earlier call
+        batches.prepare_batch_tensors = partial(cache.prepare, batches.prepare_batch_tensors)
+        if cache.states is not None:
+            cache.states.join(processor)
     if manager.model._kvcore_attention is not None:  # noqa: SLF001
         manager.model._kvcore_attention.tell(processor)  # noqa: SLF001
     return processor
@@ -218,12 +258,25 @@ class KVCoreCache(PagedAttentionCache):
     Attributes:
         kv: the manager, for its numbers and events.
         sequences: what is open, by the id of the request.
+        states: those of recurrent layers, or None: there are none.
+        rows: of the batch that is being prepared or runs: each request's sequence, how many tokens
+            it has computed before and how many it computes.
+        left: the blocks of the states of requests that have left for the host, or begin anew.
         namespace: with whom what is opened from now on shares.
         attention: the backend that attends, or None: Transformers does.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # as theirs
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401  # as theirs
+        recurrent: RecurrentModel | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.states: States | None = None
+        self.rows: list[tuple[kvcore.KVSequence, int, int]] = []
+        self.left: dict[str, list[int]] = {}
+        self._is_recurrent = recurrent is not None
         self.namespace: kvcore.Namespace | None = kvcore.DEFAULT_NAMESPACE
         self.attention: Attention | None = None
         self.sequences: dict[str, kvcore.KVSequence] = {}
@@ -238,6 +291,7 @@ class KVCoreCache(PagedAttentionCache):
             # Two sectors are trash, and kvcore counts from one.
             table = _Tables(self, group, pages, first=2 * allocator.blocks_per_sector - pages)
             allocator.block_table = table  # type: ignore[assignment]
+            allocator.needs_new_blocks = partial(self._needs, group)  # type: ignore[method-assign]
             self._tables.append(table)
             usable = self.num_sectors * allocator.blocks_per_sector // pages  # the same for all
             size = pages * allocator.tokens_per_page
@@ -247,12 +301,18 @@ class KVCoreCache(PagedAttentionCache):
                 else kvcore.FullAttention(block_size=size)
             )
         self._sizes = [group.block_size for group in groups]
+        if recurrent is not None:
+            # kvcore's block 0 is their second sector of trash.
+            blocks = self.cache_tensor.view(-1, self.bytes_per_sector)[1:]
+            self.states = States(self, recurrent.recurrence, blocks)
+            groups.append(kvcore.RecurrentState(self.states.num_blocks))
         self.kv = kvcore.KVCacheManager(usable + 1, gcd(*self._sizes), groups=groups)
         self.use_prefix_sharing = self.allow_block_sharing
 
     def _num_pages(self, allocator: CacheAllocator) -> int:
         """How many of an allocator's blocks are one of kvcore's."""
-        return allocator.blocks_per_sector if len(self.cache_allocators) > 1 else 1
+        is_divided = len(self.cache_allocators) > 1 or self._is_recurrent
+        return allocator.blocks_per_sector if is_divided else 1
 
     def _take_window(self, name: str, allocator: SlidingAttentionCacheAllocator) -> None:
         taken = _WindowAllocator(
@@ -276,6 +336,16 @@ class KVCoreCache(PagedAttentionCache):
 
     # --- what a batch is told ------------------------------------------------------------------
 
+    def prepare(
+        self,
+        theirs: Callable[..., None],
+        *batch: Any,  # noqa: ANN401  # as theirs
+        **named: Any,  # noqa: ANN401
+    ) -> None:
+        """Let Transformers prepare a batch, and note its rows."""
+        self.rows.clear()
+        theirs(*batch, **named)
+
     def extend_read_and_write_indices(
         self,
         request_id: str,
@@ -284,10 +354,9 @@ class KVCoreCache(PagedAttentionCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Say where a request's tokens are read and written: to the backend, if there is one."""
-        if self.attention is not None:
-            self.attention.add(request_id, past_length, query_length)
-        else:
+        """Say where a request's tokens are read and written, unless a backend attends."""
+        self.rows.append((self.sequences[request_id], past_length, query_length))
+        if self.attention is None:
             super().extend_read_and_write_indices(
                 request_id, past_length, query_length, read_index, write_index
             )
@@ -329,7 +398,7 @@ class KVCoreCache(PagedAttentionCache):
         known = state.request_id in self.sequences
         total: int = state.current_len() + request_len
         if dry_run and not known:
-            return sum(ceil(total / size) for size in self._sizes) <= self.kv.num_free_blocks
+            return self._blocks_anew(total) <= self.kv.num_free_blocks
         seq = self.sequences[state.request_id] if known else self._open_anew(state)
         fits = self.kv.can_reserve(seq, max(0, total - seq.num_computed_tokens))
         if fits and not dry_run:
@@ -337,6 +406,11 @@ class KVCoreCache(PagedAttentionCache):
         elif not known:
             self.free_blocks(state.request_id)
         return fits
+
+    def _blocks_anew(self, total: int) -> int:
+        """The blocks of a request of `total` tokens that shares nothing."""
+        states = 0 if self.states is None or not total else self.states.num_blocks
+        return sum(ceil(total / size) for size in self._sizes) + states
 
     def _open_anew(self, state: Any) -> kvcore.KVSequence:  # noqa: ANN401
         """Open a request that nothing was looked up for, or whose KV comes back from the host.
@@ -369,10 +443,12 @@ class KVCoreCache(PagedAttentionCache):
             self.kv.extend(seq, told)
         self.kv.commit(seq, max(0, min(num_tokens, seq.num_tokens) - seq.num_computed_tokens))
 
-    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002  # as theirs
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:  # noqa: FBT001, FBT002  # as theirs
         """Close a request in whatever state; what it has computed can be hit until it is reused."""
         seq = self.sequences.pop(request_id, None)
         if seq is not None:
+            if no_cache and seq.state is not None:  # it may be copied to the host next
+                self.left[request_id] = [block.block_id for block in seq.state.read]
             self.kv.close(seq)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:  # noqa: FBT001, FBT002  # as theirs
@@ -391,12 +467,20 @@ class KVCoreCache(PagedAttentionCache):
         part = self.kv.num_free_blocks / self.kv.num_usable_blocks
         return part if relative else part * self.num_sectors * self.bytes_per_sector
 
+    def _needs(self, group: int, request_id: str, past_length: int, query_length: int) -> int:
+        """What an allocator says a request needs: kvcore's blocks, all of them at the first."""
+        total, seq = past_length + query_length, self.sequences.get(request_id)
+        if group > 0:
+            return 0
+        if seq is None:
+            return self._blocks_anew(total)
+        return self.kv.num_missing_blocks(seq, max(0, total - seq.num_computed_tokens))
+
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """How many requests of these needs, in order, have room now."""
+        """How many requests of these needs (`_needs`), in order, have room now."""
         free = self.kv.num_free_blocks
         for count, needs in enumerate(list_blocks_needed):
-            for name, allocator in self.cache_allocators.items():
-                free -= ceil(needs[name] / self._num_pages(allocator))
+            free -= sum(needs.values())
             if free < 0:
                 return count
         return len(list_blocks_needed)

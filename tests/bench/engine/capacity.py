@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 import kvcore
+from kvcore.adapters.recurrent import StateKey, StateShape
 from model.caches.layout import LayerShape, plan_layout
-from model.caches.states import StateKey, StateShape
 from tests.bench.measure import Row, Spread
 
 HEADINGS = {"capacity": "Requests and states of hybrid models that fit into a memory."}

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcore
+from kvcore.adapters.recurrent import StateKey, StateShape, num_pieces, state_places
 from model import EngineConfig
 from model.caches.kv_caches import KVCaches
 from model.caches.layout import LayerShape, plan_layout
 from model.caches.memory import plan_memory
-from model.caches.states import StateKey, StateShape, num_pieces, state_places
 from model.errors import InvalidArgumentError
 
 CPU = torch.device("cpu")

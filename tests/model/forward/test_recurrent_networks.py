@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import backends
 import kvcore
+from kvcore.adapters.recurrent import HeldStates, RecurrentPass
 from kvcore.sanitize import SanitizerError
 from model import EngineConfig, SamplingParams
-from model.attention.recurrent import HeldStates, RecurrentPass
 from model.control.scheduler import Scheduler
 from model.control.submission import Submission
 from model.engine import Engine

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from kvcore.adapters.recurrent import HeldStates, StateKey, is_divided, probe
 from model.attention.attention import IMPLEMENTATION
-from model.attention.recurrent import HeldStates, is_divided
-from model.caches.states import StateKey
 from model.errors import UnsupportedModelError
-from model.load import recurrence
 from model.load.architectures import check_architecture, check_layers
 from model.load.probes import check_tokens_alone, probe_layers
-from model.load.recurrence import Recurrence, find_states, probe_recurrence
+from model.load.recurrence import find_states, probe_recurrence
 from tests.model.tiny_configs import make_config
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -65,7 +63,7 @@ def test_a_module_that_ignores_its_state_with_several_tokens_gets_one_at_a_time(
 
 def test_a_network_that_attends_only_keeps_no_states():
     network = network_of("Llama")
-    assert probe_recurrence(network, CPU) == Recurrence()
+    assert not probe_recurrence(network, CPU).shapes
     assert not is_divided(network)
 
 
@@ -130,7 +128,7 @@ def test_a_network_with_states_passes_without_weights(name):
 
 def test_one_class_stands_for_all_its_modules(monkeypatch):
     seen = []
-    is_close = recurrence._is_close
-    monkeypatch.setattr(recurrence, "_is_close", lambda *given: seen.append(1) or is_close(*given))
+    is_close = probe._is_close
+    monkeypatch.setattr(probe, "_is_close", lambda *given: seen.append(1) or is_close(*given))
     probe_recurrence(network_of("FalconH1"), CPU)
     assert len(seen) == 3  # pieces

@@ -6,9 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from model.attention import recurrent
-from model.attention.recurrent import HeldStates, RecurrentPass, Run, StateStep, divide, is_divided
-from model.caches.states import StateKey, StateShape, state_views
+from kvcore.adapters.recurrent import (
+    HeldStates,
+    RecurrentPass,
+    Run,
+    StateKey,
+    StateShape,
+    StateStep,
+    divide,
+    is_divided,
+    passes,
+    state_views,
+    undivide,
+)
 
 WIDTH = 3
 SHAPES = [
@@ -104,7 +114,7 @@ def test_rows_of_packed_sequences_are_those_of_each_text_alone(cut, token_by_tok
 
 @pytest.mark.parametrize("planted", ["drafts are stored", "the state is not read", "never stored"])
 def test_a_pass_that_keeps_other_states_is_noticed(monkeypatch, planted):
-    batches = recurrent._batches
+    batches = passes._batches
 
     def changed(step, *, token_by_token):
         runs = [
@@ -118,7 +128,7 @@ def test_a_pass_that_keeps_other_states_is_noticed(monkeypatch, planted):
     if planted == "never stored":
         monkeypatch.setattr(HeldStates, "store", lambda *_: None)
     else:
-        monkeypatch.setattr(recurrent, "_batches", changed)
+        monkeypatch.setattr(passes, "_batches", changed)
     check = test_rows_of_packed_sequences_are_those_of_each_text_alone.hypothesis.inner_test
     cut = [([3, 1, 4, 1, 5, 9], [(2, 1)] * 12)]
     with pytest.raises(AssertionError):
@@ -139,3 +149,6 @@ def test_a_pass_without_our_cache_runs_as_before():
     assert mixer(torch.tensor(text, dtype=torch.float64)[None, :, None])[0][
         0, :, 0
     ].tolist() == whole(text)
+    undivide(mixer)
+    assert not is_divided(mixer)
+    assert "forward" not in vars(mixer)

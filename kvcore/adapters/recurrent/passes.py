@@ -12,7 +12,7 @@ Invariants: the states that a step reads are copied before a module sees them, b
 update the state that they are given in place; a pass writes the blocks of its step and no others; a
 pass without this cache runs as if the modules were not wrapped.
 
-Does not know: which blocks a sequence has, which modules keep states (`load/recurrence.py`).
+Does not know: which blocks a sequence has, which modules keep states (`probe.py`).
 """
 
 import inspect
@@ -23,8 +23,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.attention.positions import ReportedLength
-from model.caches.states import StateKey, StateTensors
+from kvcore.adapters.recurrent.states import StateKey, StateTensors
+
+
+class ReportedLength:
+    """A cache in Transformers' interface that stores nothing and reports a length.
+
+    Args:
+        length: of every layer: a number, or int64 with a number for each row of the pass.
+    """
+
+    def __init__(self, length: int | Tensor) -> None:
+        self._length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """The number of tokens before this pass. O(1)."""
+        del layer_idx
+        return self._length
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values of the pass alone. O(1)."""
+        del layer_idx
+        return key, value
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """As without a cache; used to build masks. O(1)."""
+        del layer_idx
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """As without a cache; used to build masks. O(1)."""
+        del layer_idx
+        return query_length, 0
 
 
 class Run(NamedTuple):
@@ -175,6 +207,7 @@ class RecurrentPass(ReportedLength):
         step: the rows of each sequence, and its blocks.
         token_by_token: a module cannot compute several tokens from a state in one call.
         length: what layers that ask for the number of tokens before the pass are told.
+        packed: names of arguments that describe the packed rows; modules with a state get None.
     """
 
     def __init__(
@@ -184,9 +217,11 @@ class RecurrentPass(ReportedLength):
         *,
         token_by_token: bool = False,
         length: int | Tensor = 0,
+        packed: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(length)
         self.tensors = tensors
+        self.packed = packed
         self.num_rows = sum([run.num_known + run.num_drafts for run in step.runs])
         self.batches = _batches(step, token_by_token=token_by_token)
         self.outputs: list[tuple[nn.Module, Any]] | None = None
@@ -254,7 +289,14 @@ class _Divided:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._wrapped = vars(module).get("forward")
         self._forward: Callable[..., Any] = module.forward
+
+    def leave(self) -> None:
+        """Give the module its own forward back. O(1)."""
+        del self._module.forward
+        if self._wrapped is not None:
+            self._module.forward = self._wrapped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as the module takes it
         """Call the module once or more, and put the rows together again."""
@@ -262,6 +304,7 @@ class _Divided:
         passing = next((value for value in given if isinstance(value, RecurrentPass)), None)
         if passing is None:
             return self._forward(*args, **kwargs)
+        kwargs = {n: None if n in passing.packed else value for n, value in kwargs.items()}
         parts: list[tuple[_Rows, Any]] = []
 
         def call(cache: HeldStates, rows: _Rows) -> None:
@@ -328,6 +371,14 @@ def divide(modules: Iterable[nn.Module]) -> None:
             module.forward = _Divided(module)
 
 
+def undivide(network: nn.Module) -> None:
+    """Give the modules of a network their own forwards back. O(modules)."""
+    for module in network.modules():
+        divided = vars(module).get("forward")
+        if isinstance(divided, _Divided):
+            divided.leave()
+
+
 def cache_argument(network: nn.Module) -> str:
     """What a network calls the cache of a pass. O(1)."""
     known = inspect.signature(network.forward).parameters
@@ -346,11 +397,14 @@ class Spy:
     Attributes:
         modules: those that have asked.
         attending: those that have called attention, or called a module that has.
+        layers: by the index of a layer that attends, the shapes of a token's key and value, both
+            [num_kv_heads, head_dim].
         cache: to be passed to the network.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
     attending: list[nn.Module] = field(default_factory=list)
+    layers: dict[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
     _calls: list[nn.Module] = field(default_factory=list)
     cache: "_Spied" = field(init=False)
 
@@ -372,7 +426,7 @@ class Spy:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
         """Attention of any layer: zeros."""
-        del layer, key
+        self.layers[layer] = key.shape[1:], value.shape[1:]
         self.attending += self._calls
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
