@@ -1,7 +1,7 @@
 """The engine of a loaded model: its network, caches, scheduler, sampler and drafts, put together.
 
-Decides: how large the caches are, which drafter there is, and what is prepared before the first
-request. Steps are run by `EngineCore`.
+Decides: the size of the caches, which drafter is used, and what is prepared before the first
+request. `EngineCore` runs the steps.
 
 Does not know: how blocks are found (`kvcore`), how attention is computed (`backends`), arguments of
 a command line.
@@ -62,7 +62,8 @@ class Engine(EngineCore):
     """
 
     draft: DraftModel | None
-    _passes: StepRunner
+    _model: LoadedModel
+    _runner: StepRunner
 
     def __init__(
         self,
@@ -113,18 +114,18 @@ class Engine(EngineCore):
         self._sampler = RequestSampler(
             self.network.vocab_size, self.network.device, self.config.seed, grammars, model.ranks
         )
-        self._passes = StepRunner(
+        self._runner = StepRunner(
             self.network,
             BlockMover(self.network.backend, self.network.caches),
             self._sampler,
             max_sampled=self.config.max_num_seqs,
             is_async=by_default if is_asked is None else is_asked,
             sanitizer=self._sanitizer,
-            drawn=None if caches_of is None else caches_of._passes.drawn,  # noqa: SLF001
+            drawn=None if caches_of is None else caches_of._runner.drawn,  # noqa: SLF001
         )
-        self._model, self.draft = model, draft
+        self.draft = draft
         scheduler = Scheduler(kv, self._limits(model.max_positions), drafter)
-        super().__init__(model, kv, scheduler, self._passes, grammars, self.network.vocab_size)
+        super().__init__(model, kv, scheduler, self._runner, grammars, self.network.vocab_size)
 
     def _limits(self, max_positions: int | None) -> SchedulerConfig:
         rope = self.network.rope
@@ -158,15 +159,15 @@ class Engine(EngineCore):
             InvalidArgumentError: there is no memory left for it.
         """
         prepared = prepare_network(
-            self.network, self.config, self._passes.drawn, self._model.max_positions
+            self.network, self.config, self._runner.drawn, self._model.max_positions
         )
-        self._passes.use(prepared)
+        self._runner.use(prepared)
         ahead = None if self.draft is None else self.draft.prepare()
         sizes = dataclasses.replace(
             self.config, enable_prefix_caching=False, record_events=False, record_lifetimes=False
         )
         trial = Engine(self._model, self._backend, sizes, caches_of=self)
-        trial._passes.use(prepared)
+        trial._runner.use(prepared)
         if trial.draft is not None and ahead is not None:
             trial.draft.use(ahead)
         room = self.max_model_len - 1

@@ -5,9 +5,9 @@ of forks, accept tokens, make text. With asynchronous scheduling, the default on
 that are accepted are those of the step before, so that the host works on one step while the device
 does another; a request that ends by a stop token is then computed once in vain.
 
-Invariants: one thread; whatever ends a request, its blocks are free when the call returns: the
-device does what is left to do with them before anything for their next owner. A request whose
-logits are not numbers ends alone, and the prefix cache is emptied, because it may hold blocks that
+Invariants: one thread; whatever ends a request, its blocks are free when the call returns: work of
+the device that still uses them comes before any work for their next owner. A request whose logits
+are not finite ends alone, and the prefix cache is emptied, because it may hold blocks that
 it computed. A request whose grammar cannot be followed any further ends alone too.
 
 Does not know: how blocks are found (`kvcore`), what a device is (`Runner`), how the parts are made
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # torch is not loaded for these
 
 
 class Model(Protocol):
-    """What an engine knows of its model: `LoadedModel`, say."""
+    """What an engine needs of its model, such as a `LoadedModel`."""
 
     @property
     def codec(self) -> TextCodec:
@@ -59,7 +59,7 @@ class Model(Protocol):
 
 
 class Runner(Protocol):
-    """Runs steps on a device: `StepRunner`, say."""
+    """Runs steps on a device, such as a `StepRunner`."""
 
     @property
     def is_async(self) -> bool:
@@ -89,11 +89,11 @@ class EngineCore:
     """Runs requests on a device, without knowing what it is made of.
 
     Args:
-        model: its texts.
-        kv: the blocks of the device.
-        scheduler: plans the steps over them.
+        model: its tokenizer and texts.
+        kv: allocates the blocks of the device.
+        scheduler: plans the steps.
         runner: runs them.
-        grammars: what texts may follow.
+        grammars: of structured outputs.
         vocab_size: token ids are below this.
 
     Attributes:
@@ -112,7 +112,7 @@ class EngineCore:
     ) -> None:
         self.kv = kv
         self.vocab_size = vocab_size
-        self._text_model = model
+        self._model = model
         self._scheduler = scheduler
         self._runner = runner
         self._grammars = grammars
@@ -128,8 +128,8 @@ class EngineCore:
 
     @property
     def model(self) -> Model:
-        """Whose texts it writes. O(1)."""
-        return self._text_model
+        """The model that it runs. O(1)."""
+        return self._model
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -216,7 +216,7 @@ class EngineCore:
             RequestTooLongError: it could never finish here; nothing has changed.
         """
         prompt, params = asked.prompt, asked.params
-        tokens = self._text_model.codec.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted text that is not empty, got ''")
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
@@ -228,7 +228,7 @@ class EngineCore:
                 self._next_id,
                 tokens,
                 params,
-                self._text_model.eos_token_ids,
+                self._model.eos_token_ids,
                 priority=asked.priority,
                 leader=requests[0] if requests else None,
                 sample=number,
@@ -241,7 +241,7 @@ class EngineCore:
             self._scheduler.add(request)
             if params.grammar is not None:
                 self._grammars.open(request)
-            self._streams[request.request_id] = self._text_model.open_text(request.params.stop)
+            self._streams[request.request_id] = self._model.open_text(request.params.stop)
             self._next_id += 1
             requests.append(request)
         return requests
@@ -350,7 +350,7 @@ class EngineCore:
     ) -> Iterator[Output]:
         """Run prompts to their ends, yielding tokens as they come.
 
-        If the iterator is closed early, what is left of these requests is aborted.
+        If the iterator is closed early, the unfinished requests are aborted.
 
         Raises:
             InvalidArgumentError: one of the prompts is refused; none of them is queued then.
@@ -392,7 +392,7 @@ class EngineCore:
         return self.submit_all(map(Submission, prompts, each))
 
     def _drain(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Step until these have ended; yield their outputs; abort what is left of them."""
+        """Step until these requests have ended and yield their outputs; abort unfinished ones."""
         wanted = {request.request_id for request in requests}
         try:
             while not all(request.is_finished for request in requests):

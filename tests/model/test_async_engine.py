@@ -138,7 +138,7 @@ def test_no_more_may_wait_than_may(engine):
 
 
 def test_a_fault_fails_the_requests_it_meets_and_the_engine_goes_on(engine, monkeypatch):
-    sound = engine._passes.send
+    sound = engine._runner.send
     faults = iter([True])
 
     def send(*args):
@@ -146,7 +146,7 @@ def test_a_fault_fails_the_requests_it_meets_and_the_engine_goes_on(engine, monk
             raise RuntimeError("planted")
         return sound(*args)
 
-    monkeypatch.setattr(engine._passes, "send", send)
+    monkeypatch.setattr(engine._runner, "send", send)
 
     async def main():
         async with AsyncEngine(engine) as served:
@@ -166,7 +166,7 @@ def test_a_fault_fails_the_requests_it_meets_and_the_engine_goes_on(engine, monk
 
 @pytest.mark.parametrize("ends_by", ["fault", "stop", "abort"])
 def test_what_was_held_is_told_before_what_ended_it(engine, monkeypatch, ends_by):
-    sound, num_steps, steps_wanted = engine._passes.send, 0, threading.Event()
+    sound, num_steps, steps_wanted = engine._runner.send, 0, threading.Event()
 
     def send(*args):
         nonlocal num_steps
@@ -177,7 +177,7 @@ def test_what_was_held_is_told_before_what_ended_it(engine, monkeypatch, ends_by
                 raise RuntimeError("planted")
         return sound(*args)
 
-    monkeypatch.setattr(engine._passes, "send", send)
+    monkeypatch.setattr(engine._runner, "send", send)
 
     async def main():
         async with AsyncEngine(engine) as served:
@@ -210,7 +210,7 @@ def test_an_engine_that_computes_no_more_stops_and_says_so(engine, monkeypatch):
     def send(*args):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(engine._passes, "send", send)
+    monkeypatch.setattr(engine._runner, "send", send)
 
     async def main():
         async with AsyncEngine(engine) as served:

@@ -262,8 +262,8 @@ def speed(ranks: Ranks) -> TwinEngine:
     by_kernel, profiled = parallel._summed_by_kernel, set[str]()
     for name, way in (("kernel", by_kernel), ("nccl", by_nccl), ("kernel", by_kernel)):
         parallel._summed_by_kernel = way
-        if twin._passes._graphs is not None:
-            twin._passes._graphs.record()
+        if twin._runner._graphs is not None:
+            twin._runner._graphs.record()
         if ranks.leads:
             measure(ranks, twin, f"two, {name}", firsts)
             if name not in profiled:

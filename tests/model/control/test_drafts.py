@@ -311,7 +311,7 @@ def test_drafts_and_tokens_that_are_read_late_are_refused_together():
         InvalidArgumentError, match="async_scheduling: cannot be combined with drafts"
     ):
         EngineConfig(drafts="ngram", async_scheduling=True)
-    assert make(drafts="ngram")._is_async is False
+    assert make(drafts="ngram")._runner.is_async is False
 
 
 def test_a_step_has_rows_for_every_request_and_each_of_its_drafts():

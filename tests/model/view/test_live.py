@@ -13,6 +13,7 @@ import kvcore
 from model import EngineConfig, SamplingParams, Submission
 from model.async_engine import AsyncEngine
 from model.engine import Engine
+from model.host import Host
 from model.serve import live
 from model.serve.config import ServeConfig
 from model.serve.live import PoolFeed
@@ -211,6 +212,7 @@ class Immediate:
 
     def __init__(self, engine):
         self.engine = engine
+        self.host = Host()
         self.calls = 0
 
     async def call(self, run):
