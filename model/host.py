@@ -1,10 +1,10 @@
-"""What a process gives to the code that runs in it: time, threads, and how threads wait.
+"""The clock and the threads of a process, and how threads wait for each other.
 
-Code that needs one of these asks the host that it was made with. `tests/simulation` gives another
-one, in which time and threads are simulated, so a run can be repeated exactly. On an event loop the
-loop itself is asked: `loop.time`, `asyncio.sleep`, `asyncio.to_thread`.
+Code that needs one of these uses the host that it is given. `tests/simulation` passes one in which
+time and threads are simulated, so that a run can be repeated exactly. Code on an event loop uses
+the loop instead: `loop.time`, `asyncio.sleep`, `asyncio.to_thread`.
 
-Does not know: who asks.
+Does not know: its callers.
 """
 
 import threading
@@ -27,7 +27,7 @@ class Event(Protocol):
 
 
 class Host:
-    """The process as it is."""
+    """The real clock and real threads."""
 
     def now_s(self) -> float:
         """A clock, in seconds; only differences mean anything. O(1)."""

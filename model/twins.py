@@ -42,7 +42,7 @@ def _forget(requests: list[Request]) -> None:
 
 
 class Group(Protocol):
-    """The processes that take the same steps: `Ranks`, say."""
+    """The processes that take the same steps, such as `Ranks`."""
 
     @property
     def rank(self) -> int:
@@ -72,7 +72,7 @@ class Group(Protocol):
 
 
 class TwinCore(EngineCore):
-    """What an engine does on every rank, whatever its device is; goes before its class.
+    """A mixin before the class of an engine: all ranks take the same steps.
 
     The first rank is used as any engine is, and `end`ed at last; the others `follow`.
 

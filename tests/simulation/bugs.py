@@ -197,7 +197,7 @@ class AcceptsWhatWasNotVerified(EngineCore):
 
 @bug("core")
 class FailsWithoutAWord(EngineCore):
-    """A request whose logits are not numbers ends, and nobody is told."""
+    """A request whose logits are not finite ends, and its client is not told."""
 
     def _fail(self, request, error):
         return _Silent(super()._fail(request, error))
@@ -229,7 +229,7 @@ class TellsOtherRanksOfNoAbort(TwinCore):
 
 @bug("twin")
 class TellsOtherRanksTooLate(TwinCore):
-    """What has come since the last step is told after the next one."""
+    """Other ranks are told of new requests one step too late."""
 
     def step(self):
         self._ranks.broadcast(None)

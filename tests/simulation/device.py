@@ -10,6 +10,8 @@ from zlib import crc32
 
 import kvcore
 from model.control.step import Flight
+from model.load.text import TextStream
+from tests.model.control.simulation import SlotMemory
 
 VOCABULARY = 32
 EOS = 0
@@ -78,8 +80,6 @@ class Texts:
         return self.decode
 
     def open_text(self, stop=()):
-        from model.load.text import TextStream  # noqa: PLC0415  # it needs no torch
-
         return TextStream(self.decode, stop, self.open_step())
 
 
@@ -109,7 +109,7 @@ class _Drawn:
         return {}
 
 
-class Device:
+class Device(SlotMemory):
     """Runs steps for an `EngineCore`, one after another in simulated time.
 
     Args:
@@ -120,11 +120,10 @@ class Device:
     """
 
     def __init__(self, host, kv, faults, *, is_async):
+        super().__init__(kv)
         self.is_async = is_async
         self.num_computed = 0
         self._host, self._kv, self._faults = host, kv, faults
-        self._size = kv.block_size
-        self._slots = [None] * (kv.num_blocks * self._size)
         self._texts = {}  # request_id -> digests of its tokens, those on the device included
         self._drawn = {}  # request_id -> its newest token
         self._written = []  # slots, since the last step that was read
@@ -138,13 +137,9 @@ class Device:
         self._texts.pop(request.request_id, None)
         self._drawn.pop(request.request_id, None)
 
-    def copy(self, orders):
-        for order in reversed(orders):
-            self._set_block(order.dst, self._block(order.src))
-
     def send(self, step, sampling, before, watch):
         del watch
-        self._move(step)
+        self.transfer(step)
         if before is None:
             self._written.clear()
         if self._faults.step_fails():
@@ -166,26 +161,17 @@ class Device:
         tokens = [rows[request.request_id] for request in sampling] + ahead
         return Flight(sampling, _Drawn(self._host, self._done_s, tokens), drafted)
 
-    def _move(self, step):
-        for transfer in step.stores:
-            transfer.copy.payload = [self._block(block_id) for block_id in transfer.block_ids]
-        for transfer in step.loads:
-            payload = transfer.copy.payload
-            stored = [content for run in transfer.ranges for content in payload[slice(*run)]]
-            for block_id, content in zip(transfer.block_ids, stored, strict=True):
-                self._set_block(block_id, content)
-
     def _compute(self, chunk):
         """Read and write what a chunk does; the digests of its text, drafts included."""
         request = chunk.request
         found = self._digests(request)
         for token in chunk.drafts:
             found.append(digest(found[-1], token))
-        start, stop, size = chunk.start, chunk.start + chunk.num_tokens, self._size
+        start, stop, size = chunk.start, chunk.start + chunk.num_tokens, self.size
         if len(found) < stop:
             raise ViolationError(f"{request!r}: a chunk to {stop} of {len(found)} tokens")
         self.num_computed += chunk.num_tokens
-        sequence, slots, written = request.running_sequence, self._slots, self._written
+        sequence, slots, written = request.running_sequence, self.slots, self._written
         for group, table in zip(self._kv.groups, sequence.tables, strict=False):
             ids = table.block_ids
             self._read(request, ids, group.first_visible(start), start, found)
@@ -210,7 +196,7 @@ class Device:
 
     def _read(self, request, ids, first_visible, start, found):
         """Compare what the first token of a chunk sees with its own text."""
-        slots, size = self._slots, self._size
+        slots, size = self.slots, self.size
         first, full = first_visible // size, start // size
         held = [slots[block_id * size + size - 1] for block_id in ids[first:full]]
         wanted = found[(first + 1) * size - 1 : full * size : size]
@@ -219,34 +205,28 @@ class Device:
             wanted.append(found[start - 1])
         if held != wanted:
             raise ViolationError(
-                f"{request!r}: its token {start} reads what is not its own in blocks "
+                f"{request!r}: its token {start} reads what is not its own: blocks "
                 f"{list(ids[first : full + 1])}"
             )
 
     def _advance(self, request, start, found):
         """Read the state of a sequence and write the next one."""
         read, written = request.running_sequence.state_blocks
-        held = [self._slots[block_id * self._size] for block_id in read]
+        held = [self.slots[block_id * self.size] for block_id in read]
         wanted = [(piece, found[start - 1]) for piece in range(len(written) if start else 0)]
         if held != wanted:
             raise ViolationError(f"{request!r}: its token {start} reads a state not its own")
         for piece, block_id in enumerate(written):
-            self._slots[block_id * self._size] = (piece, found[-1])
+            self.slots[block_id * self.size] = (piece, found[-1])
 
     def _spoil(self, step):
         """Nothing is known of what a step that fails writes, nor of one that was not read yet."""
         for chunk in step.chunks:
             for table in chunk.request.running_sequence.tables:
-                for block_id in table.block_ids[chunk.start // self._size :]:
-                    self._set_block(block_id, ["spoilt"] * self._size)
+                for block_id in table.block_ids[chunk.start // self.size :]:
+                    self.set_block(block_id, ["spoilt"] * self.size)
         for slot in self._written:
-            self._slots[slot] = "spoilt"
-
-    def _block(self, block_id):
-        return self._slots[block_id * self._size : (block_id + 1) * self._size]
-
-    def _set_block(self, block_id, content):
-        self._slots[block_id * self._size : (block_id + 1) * self._size] = content
+            self.slots[slot] = "spoilt"
 
 
 def make_kv(features, kind=kvcore.KVCacheManager):

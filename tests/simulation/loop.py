@@ -20,20 +20,6 @@ class DeadlockError(BaseException):
     """Everything waits, and nothing will ever happen."""
 
 
-class _Thread(greenlet.greenlet):
-    """A simulated thread.
-
-    Attributes:
-        name: as it was started.
-        owner: the process that it belongs to.
-        reason: what it waits for; None: it can run.
-    """
-
-    def __init__(self, run, parent, name, owner):
-        super().__init__(run, parent)
-        self.name, self.owner, self.reason = name, owner, None
-
-
 class SimulatedLoop(asyncio.BaseEventLoop):
     """asyncio's loop over simulated time.
 
@@ -42,20 +28,18 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     Attributes:
         now: the time in seconds.
-        num_turns: how often a thread or a callback round has run.
+        lost_errors: what asyncio reports because no task handles it.
     """
 
     def __init__(self, draw):
         super().__init__()
         self.draw = draw
         self.now = 0.0
-        self.num_turns = 0
         self._selector = self  # `_run_once` calls `select`
         self._threads = []
         self._runnable = []
         self._sleeping = []  # (when, number, thread)
         self._number = 0
-        self._thread_ran_last = False
         self.set_exception_handler(self._note)
         self.lost_errors = []
 
@@ -93,18 +77,17 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 done = (future.set_result, result)
             self.call_soon_threadsafe(lambda: None if future.done() else done[0](done[1]))
 
-        self.start_thread("executor", run, None)
+        self.start_thread(run)
         return future
 
     def call_soon_threadsafe(self, callback, *args, context=None):
         handle = super().call_soon_threadsafe(callback, *args, context=context)
-        if isinstance(greenlet.getcurrent(), _Thread) and self.draw.random() < 0.1:
+        if greenlet.getcurrent().parent is not None and self.draw.random() < 0.1:
             self.pause()
         return handle
 
     def select(self, timeout):
         """Let threads run, and time pass, until the loop has something to do."""
-        self.num_turns += 1
         if timeout == 0:
             while self._runnable and self.draw.random() < 0.5:
                 self._run_one()
@@ -126,10 +109,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # Threads.
 
-    def start_thread(self, name, run, owner):
-        """Run a function as a thread of a process."""
+    def start_thread(self, run):
+        """Run a function as a thread."""
         self._threads = [thread for thread in self._threads if not thread.dead]
-        self._threads.append(_Thread(run, self._hub(), name, owner))
+        self._threads.append(greenlet.greenlet(run, self._hub()))
         self._runnable.append(self._threads[-1])
 
     @property
@@ -155,7 +138,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._hub().switch()
 
     def wake(self, waiters):
-        """Let all threads run that are parked there."""
+        """Let all threads that are parked there run."""
         self._runnable.extend(waiters)
         waiters.clear()
 
@@ -186,8 +169,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 class SimulatedHost:
     """What `model.host.Host` gives, for one simulated process."""
 
-    def __init__(self, loop, owner=None):
-        self.loop, self.owner = loop, owner
+    def __init__(self, loop):
+        self.loop = loop
 
     def now_s(self):
         return self.loop.now
@@ -196,7 +179,8 @@ class SimulatedHost:
         return self.loop.now * self.loop.draw.random()
 
     def start_thread(self, name, run):
-        self.loop.start_thread(name, run, self.owner or self)
+        del name
+        self.loop.start_thread(run)
 
     def queue(self):
         return SimulatedQueue(self.loop)

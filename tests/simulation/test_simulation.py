@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.kvcore.sabotage import SABOTAGES
 from tests.simulation.__main__ import main, plan_of
 from tests.simulation.bugs import BUGS, planted
 from tests.simulation.shrink import Shrinker
@@ -59,6 +60,11 @@ def test_a_planted_bug_is_found(name):
     first = _FROM.get(name, 0)
     with planted(name) as bug:
         assert any(Run(plan_of(seed), bug)().violation for seed in range(first, _NUM_SEEDS))
+
+
+def test_a_run_checks_the_invariants_of_the_pool():
+    bug = {"kv": SABOTAGES["manager_counts_what_the_closed_have_computed"].make}
+    assert Run(plan_of(0), bug)().violation.startswith("ViolationError: the pool: P13: ")
 
 
 def test_a_run_that_fails_is_cut_down():

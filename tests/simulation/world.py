@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from random import Random
 
-from kvcore import KVCacheManager, Retention
+from kvcore import InvariantError, KVCacheManager, Retention
 from kvcore.inspect.invariants import check
 from model.async_engine import (
     AsyncEngine,
@@ -49,6 +49,13 @@ _CHECK_CHANCE = 0.03
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
 _PATIENCE_S = 0.02  # likewise
 _RETENTION = Retention(0, 8, 1, 5)
+_ERRORS = {  # of the engine, by the status of an answer; None: the answer had begun
+    429: {QueueFullError},
+    503: {NotServingError},
+    400: {RequestTooLongError},
+    500: {EngineFaultError, NumericalError},
+    None: {NotServingError, EngineFaultError, NumericalError},
+}
 
 
 @dataclass
@@ -70,7 +77,7 @@ class Faults:
 
 
 class Checked:
-    """An engine that looks at itself now and then; goes before its class."""
+    """A mixin before the class of an engine: checks the run after each step."""
 
     run = None
 
@@ -103,6 +110,50 @@ class Outcome:
     seconds: float = 0.0
 
 
+class Heard:
+    """What a client has heard of the samples that it asked for.
+
+    Args:
+        ask: its request.
+    """
+
+    def __init__(self, ask):
+        self._name = f"client {ask.number}"
+        self._tokens = [[] for _ in range(ask.num_samples)]
+        self._texts, self._reasons = [""] * ask.num_samples, [None] * ask.num_samples
+
+    def add(self, number, text, reason, tokens=()):
+        """A piece of a sample has come; over HTTP without its tokens."""
+        if self._reasons[number] is not None:
+            raise ViolationError(f"{self._name}: told twice that sample {number} has ended")
+        self._tokens[number] += [token.token_id for token in tokens]
+        self._texts[number] += text
+        self._reasons[number] = reason
+
+    def ended(self):
+        """Why each sample has ended."""
+        for number, reason in enumerate(self._reasons):
+            if reason is None:
+                raise ViolationError(f"{self._name}: sample {number} has no end")
+        return " ".join(reason.value for reason in self._reasons)
+
+    def check(self, submission):
+        """Compare with what the request gives alone."""
+        whole = answer(submission.prompt, submission.params, submission.namespace)
+        text = Texts().decode(whole)
+        ends = [place for stop in submission.params.stop if (place := text.find(stop)) >= 0]
+        shown = text[: min(ends)] if ends else text
+        for number, (tokens, read) in enumerate(zip(self._tokens, self._texts, strict=True)):
+            what = f"{self._name}: sample {number}"
+            if tokens != whole[: len(tokens)]:
+                raise ViolationError(f"{what} read {tokens}, alone it gives {whole}")
+            if not shown.startswith(read):
+                raise ViolationError(f"{what} read {read!r} of {shown!r}")
+            is_whole = read == shown and (not tokens or ends or tokens == whole)
+            if self._reasons[number] in (FinishReason.LENGTH, FinishReason.STOP) and not is_whole:
+                raise ViolationError(f"{what} ended with {read!r}, alone it gives {shown!r}")
+
+
 class Run:
     """Carries a plan out.
 
@@ -117,7 +168,6 @@ class Run:
         self.outcome = Outcome()
         self._absent = {}  # requests that no client reads: for how many steps
         self._present = {}  # by client: how many samples it wants, and until when
-        self._draw = Random(plan.seed + 1)
         self.loop = SimulatedLoop(Random(plan.seed + 2))
         self._checks = Random(plan.seed + 3)
 
@@ -161,7 +211,7 @@ class Run:
         for kv in self.pools:
             try:
                 check(kv)
-            except AssertionError as error:
+            except InvariantError as error:
                 raise ViolationError(f"the pool: {error}") from error
 
     def _make(self):
@@ -278,34 +328,18 @@ class Run:
 
     async def _ask(self, ask):
         """Ask the engine directly; how it ended."""
-        submission = self._submission(ask)
-        got = [[] for _ in range(ask.num_samples)]
-        texts, reasons = [""] * ask.num_samples, [None] * ask.num_samples
+        submission, heard = self._submission(ask), Heard(ask)
         try:
             async with await self.engine.submit(submission) as stream:
                 async for delta in _deltas(stream, ask):
-                    got[delta.sample] += [one.token_id for one in delta.tokens]
-                    texts[delta.sample] += delta.text
-                    if reasons[delta.sample] is not None:
-                        raise ViolationError(f"client {ask.number}: told twice that it ended")
-                    reasons[delta.sample] = delta.finish_reason
+                    heard.add(delta.sample, delta.text, delta.finish_reason, delta.tokens)
         except ModelError as error:
-            if not self._may_raise(ask, error):
+            if type(error) not in self._explained(ask):
                 raise ViolationError(f"client {ask.number}: refused: {error}") from error
             return type(error).__name__
         finally:
-            self._check_answer(ask, submission, got, texts, reasons)
-        return self._ended(ask, reasons)
-
-    def _may_raise(self, ask, error):
-        faults = {fault.kind for fault in self.plan.faults}
-        return {
-            NotServingError: bool(faults & {"drain", "step"}),
-            QueueFullError: self.plan.features.max_waiting < 1000,
-            RequestTooLongError: self._is_too_long(ask),
-            EngineFaultError: "step" in faults,
-            NumericalError: "logits" in faults,
-        }.get(type(error), False)
+            heard.check(submission)
+        return heard.ended()
 
     async def _ask_server(self, ask):
         """Ask over HTTP; how it ended."""
@@ -314,62 +348,32 @@ class Run:
             "priority": ask.priority, "cache_salt": ask.salt or None, "stop": list(ask.stop),
             "ignore_eos": ask.ignores_eos, "stream": ask.streams, "temperature": 0,
         }  # fmt: skip
-        texts, reasons = [""] * ask.num_samples, [None] * ask.num_samples
+        heard = Heard(ask)
         try:
             async for number, text, reason in complete(self.app, body, ask.pause_s):
-                texts[number] += text
-                if reasons[number] is not None:
-                    raise ViolationError(f"client {ask.number}: told twice that it ended")
-                reasons[number] = reason and FinishReason(reason)
+                heard.add(number, text, reason and FinishReason(reason))
         except RefusedError as refused:
-            self._check_status(ask, refused)
+            if self._explained(ask).isdisjoint(_ERRORS[refused.status]):
+                raise ViolationError(f"client {ask.number}: refused: {refused}") from refused
             return str(refused)
         finally:
-            got = [[] for _ in range(ask.num_samples)]
-            self._check_answer(ask, self._submission(ask), got, texts, reasons)
-        return self._ended(ask, reasons)
+            heard.check(self._submission(ask))
+        return heard.ended()
 
-    def _check_status(self, ask, refused):
+    def _explained(self, ask):
+        """The errors for which a client finds a reason in the plan."""
         faults = {fault.kind for fault in self.plan.faults}
-        allowed = {
-            429: self.plan.features.max_waiting < 1000,
-            503: bool(faults & {"drain", "step"}),
-            500: bool(faults & {"step", "logits"}),
-            400: self._is_too_long(ask),
+        reasons = {
+            NotServingError: faults & {"drain", "step"},
+            QueueFullError: self.plan.features.max_waiting < 1000,
+            RequestTooLongError: self._is_too_long(ask),
+            EngineFaultError: "step" in faults,
+            NumericalError: "logits" in faults,
         }
-        if not allowed.get(refused.status, bool(faults)):
-            raise ViolationError(f"client {ask.number}: refused without a reason: {refused}")
+        return {error for error, reason in reasons.items() if reason}
 
     def _is_too_long(self, ask):
         return len(ask.prompt) + ask.max_tokens > self.core.max_model_len
-
-    def _ended(self, ask, reasons):
-        for number, reason in enumerate(reasons):
-            if reason is None:
-                raise ViolationError(f"client {ask.number}: sample {number} has no end")
-        return " ".join(str(reason.value) for reason in reasons)
-
-    def _check_answer(self, ask, submission, got, texts, reasons):
-        whole = answer(ask.prompt, submission.params, submission.namespace)
-        text = Texts().decode(whole)
-        ends = [place for stop in ask.stop if (place := text.find(stop)) >= 0]
-        shown = text[: min(ends)] if ends else text
-        for number, tokens in enumerate(got):
-            if tokens != whole[: len(tokens)]:
-                raise ViolationError(
-                    f"client {ask.number}: sample {number} read {tokens}, alone it gives {whole}"
-                )
-            if not shown.startswith(texts[number]):
-                raise ViolationError(
-                    f"client {ask.number}: sample {number} read {texts[number]!r} of {shown!r}"
-                )
-            if reasons[number] in (FinishReason.LENGTH, FinishReason.STOP) and (
-                texts[number] != shown or (tokens and not ends and tokens != whole)
-            ):
-                raise ViolationError(
-                    f"client {ask.number}: sample {number} ended with {texts[number]!r}, "
-                    f"alone it gives {shown!r}"
-                )
 
     async def _settle(self):
         """Everything is over: what is left?"""

@@ -1,8 +1,8 @@
 """Which modules of a network keep states, what these are, and whether they can be continued.
 
-A network is run once with a cache that notes who asks for a state; there is no list of classes.
-Then a text is computed whole and in pieces: a module whose code ignores its state when it gets
-several tokens at once is called token by token where it continues a sequence.
+The probe runs a network once with a cache that records which modules ask for a state; there is no
+list of classes. Then it computes a text whole and in pieces: a module whose code ignores its state
+when it gets several tokens at once is called token by token where it continues a sequence.
 
 Invariants: a network whose modules pass gives the same result in pieces as in one pass.
 
@@ -78,7 +78,7 @@ def find_states(
     except Exception as error:  # a class of Transformers may raise any error
         if spy.modules and isinstance(error, refusal):
             raise refusal(f"{type(network).__name__}: {error}") from error
-        return Recurrence(error=error)  # it is for others to say what is wrong
+        return Recurrence(error=error)  # the loader reports what is wrong
     finally:
         for hook in hooks:
             hook.remove()

@@ -39,18 +39,20 @@ def peak_alone(groups, block_size, num_tokens):
     return kv.stats().peak_used_blocks
 
 
-class SimulatedModel:
-    """A device: it knows the tokens that it has drawn before anybody has read them."""
+class SlotMemory:
+    """What the slots of a cache hold, and how blocks move.
 
-    def __init__(self, kv, long_above=None):
-        self.kv = kv
-        self.long_above = long_above
-        self.ghost = {}
-        self.drawn = {}  # request_id -> its newest token
-        self.ahead = {}  # request_id -> what the last step has drawn behind each of its drafts
+    Attributes:
+        size: tokens of a block.
+        slots: what each holds, None at first.
+    """
 
-    def compute(self, step):
-        """Carry a step out and draw its tokens; raises if one would see what is not its own."""
+    def __init__(self, kv):
+        self.size = kv.block_size
+        self.slots = [None] * (kv.num_blocks * self.size)
+
+    def transfer(self, step):
+        """Store blocks in host memory, then load others from there."""
         for transfer in step.stores:
             transfer.copy.payload = [self.block(block_id) for block_id in transfer.block_ids]
         for transfer in step.loads:
@@ -58,6 +60,34 @@ class SimulatedModel:
             stored = [content for run in transfer.ranges for content in payload[slice(*run)]]
             for block_id, content in zip(transfer.block_ids, stored, strict=True):
                 self.set_block(block_id, content)
+
+    def copy(self, orders):
+        """Carry copy orders out, last to first: their order must not matter."""
+        assert len({order.dst for order in orders}) == len(orders)
+        assert not {order.dst for order in orders} & {order.src for order in orders}
+        for order in reversed(orders):
+            self.set_block(order.dst, self.block(order.src))
+
+    def block(self, block_id):
+        return self.slots[block_id * self.size : (block_id + 1) * self.size]
+
+    def set_block(self, block_id, content):
+        self.slots[block_id * self.size : (block_id + 1) * self.size] = content
+
+
+class SimulatedModel(SlotMemory):
+    """A device: it knows the tokens that it has drawn before anybody has read them."""
+
+    def __init__(self, kv, long_above=None):
+        super().__init__(kv)
+        self.kv = kv
+        self.long_above = long_above
+        self.drawn = {}  # request_id -> its newest token
+        self.ahead = {}  # request_id -> what the last step has drawn behind each of its drafts
+
+    def compute(self, step):
+        """Carry a step out and draw its tokens; raises if one would see what is not its own."""
+        self.transfer(step)
         for chunk in step.chunks:
             if not chunk.request.is_finished:
                 self.write(chunk)
@@ -94,13 +124,6 @@ class SimulatedModel:
     def digest(self, tokens, position, is_long):
         return crc32(tokens[: position + 1].tobytes()), position, is_long
 
-    def copy(self, orders):
-        """Carry copy orders out, last to first: their order must not matter."""
-        assert len({order.dst for order in orders}) == len(orders)
-        assert not {order.dst for order in orders} & {order.src for order in orders}
-        for order in reversed(orders):
-            self.set_block(order.dst, self.block(order.src))
-
     def write(self, chunk):
         request, stop = chunk.request, chunk.start + chunk.num_tokens
         tokens = self.tokens(request, chunk.drafts)
@@ -108,7 +131,7 @@ class SimulatedModel:
             slots = array("q", [-1] * chunk.num_tokens)
             request.running_sequence.write_slot_mapping(chunk.start, stop, slots, group)
             for position, slot in zip(range(chunk.start, stop), slots, strict=True):
-                self.ghost[slot] = self.digest(tokens, position, request.is_long)
+                self.slots[slot] = self.digest(tokens, position, request.is_long)
 
     def check_content(self, request, tokens):
         size = self.kv.block_size
@@ -119,12 +142,4 @@ class SimulatedModel:
             for position in range(group.first_visible(last), last + 1):
                 slot = table[position // size] * size + position % size
                 wanted = self.digest(tokens, position, is_long)
-                assert self.ghost.get(slot) == wanted, (request, position)
-
-    def block(self, block_id):
-        size = self.kv.block_size
-        return [self.ghost.get(block_id * size + offset) for offset in range(size)]
-
-    def set_block(self, block_id, content):
-        for offset, digest in enumerate(content):
-            self.ghost[block_id * self.kv.block_size + offset] = digest
+                assert self.slots[slot] == wanted, (request, position)
