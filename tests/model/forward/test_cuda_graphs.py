@@ -123,8 +123,8 @@ def tokens_of(graphs_type, architecture, *, is_async, params, max_tokens=40, sha
     graphs = None
     if graphs_type is not None:
         draws = UncapturedDraws(5, torch.device("cpu"))
-        graphs = graphs_type(engine.network, engine._passes.drawn, widths, 4, 5, max_tokens, draws)
-        engine._passes.use(Prepared("", graphs))
+        graphs = graphs_type(engine.network, engine._runner.drawn, widths, 4, 5, max_tokens, draws)
+        engine._runner.use(Prepared("", graphs))
     done = engine.generate(PROMPTS, params)
     if graphs is not None:
         assert sum(bucket.longest == 1 for bucket in graphs.seen) > 10
