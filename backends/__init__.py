@@ -28,7 +28,6 @@ from backends.states import (
     ShortConvTerms,
     StateBackend,
     StateBatch,
-    StateCall,
 )
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "ShortConvTerms",
     "StateBackend",
     "StateBatch",
-    "StateCall",
     "UnknownBackendError",
     "UnsupportedError",
     "backend_names",

@@ -55,7 +55,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Of every row of a batch; NaN in rows of no sequence."""
+    """Of every row of a batch."""
 
     out: Number
     """[num_tokens, ...]."""
@@ -65,9 +65,7 @@ class Expected:
 
 def rows_of(batch: StateBatch) -> list[range]:
     """The rows of each sequence."""
-    starts = batch.query_start_loc
-    ends = range(batch.num_seqs + 1) if starts is None else starts.tolist()
-    return [range(ends[s], ends[s + 1]) for s in range(batch.num_seqs)]
+    return [range(at, at + batch.query_len) for at in range(0, batch.num_tokens, batch.query_len)]
 
 
 @one_thread()

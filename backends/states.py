@@ -20,15 +20,13 @@ Knows nothing of how slots are allocated, published or shared: the caller answer
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from backends.contract import Backend, LayerCall, require_tensor
+from backends.contract import Backend, require_tensor
 from backends.errors import InvalidArgumentError
 
 NORM_EPSILON = 1e-6
@@ -40,7 +38,7 @@ class StateBatch:
     """Which states one step reads and writes; made once a step and used by every layer.
 
     Several sequences may read one slot. No slot is written twice, and a slot that a sequence reads
-    is written only by the last token of that sequence, if at all. Values are the caller's duty.
+    is written only by that sequence, if at all. Values are the caller's duty.
 
     Raises:
         InvalidArgumentError: a field has the wrong dtype, shape, device or layout.
@@ -49,31 +47,28 @@ class StateBatch:
     read_slots: Tensor
     """int32 [num_seqs]: the state before each sequence's first token; negative: zeros."""
     write_slots: Tensor
-    """int32 [num_tokens]: where the state after each token is written; negative: nowhere."""
-    query_start_loc: Tensor | None = None
-    """int32 [num_seqs + 1]: sequence s has the rows [s] .. [s + 1] - 1, none if it is padding; rows
-    past the last take no part. None: one row a sequence."""
+    """int32 [num_seqs]: where the state after its last token is written; negative: nowhere."""
+    query_len: int = 1
+    """Rows of each sequence: sequence s has the rows from s * query_len on."""
 
     def __post_init__(self) -> None:
-        starts, device = self.query_start_loc, self.read_slots.device
-        require_tensor("read_slots", self.read_slots, dtype=torch.int32, shape=(None,))
-        rows = (None,) if starts is not None else self.read_slots.shape
+        reads, writes = self.read_slots, self.write_slots
+        require_tensor("read_slots", reads, dtype=torch.int32, shape=(None,))
         require_tensor(
-            "write_slots", self.write_slots, dtype=torch.int32, shape=rows, device=device
+            "write_slots", writes, dtype=torch.int32, shape=reads.shape, device=reads.device
         )
-        if starts is not None:
-            ends = (self.num_seqs + 1,)
-            require_tensor("query_start_loc", starts, dtype=torch.int32, shape=ends, device=device)
+        if self.query_len < 1:
+            raise InvalidArgumentError("query_len", "at least 1", str(self.query_len))
 
     @property
     def num_seqs(self) -> int:
-        """How many sequences, padding included."""
+        """How many sequences."""
         return self.read_slots.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        """How many rows, padding included."""
-        return self.write_slots.shape[0]
+        """How many rows."""
+        return self.num_seqs * self.query_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,28 +152,11 @@ LinearRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """query, key, value, decay, beta of `linear_attention_step`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateCall:
-    """How a layer will call an operation on states: what `warmup` compiles for."""
-
-    terms: StateTerms
-    """Says which operation."""
-    state: Tensor
-    """The layer's own, or one of the same shape, strides and dtype."""
-    dtype: torch.dtype
-    """Of the rows."""
-    num_key_heads: int = 1
-    channel_decay: bool = False
-    """Whether decays come per channel of a key."""
-    ragged: bool = False
-    """Whether batches may have a `query_start_loc`."""
-
-
 @runtime_checkable
 class StateBackend(Backend, Protocol):
     """A backend with operations on states: `Capabilities.state_dtypes` is not empty.
 
-    Bytes moved by each: a state read per sequence, and one written per kept token.
+    Bytes moved by each: a state read and one written per sequence.
     """
 
     def short_conv_step(
@@ -202,7 +180,7 @@ class StateBackend(Backend, Protocol):
             state: [num_slots, width - 1, channels], the dtype of `x`; written.
             batch: which states.
             terms: the weights.
-            out: like `x`, written and returned. Rows of no sequence are left as they are.
+            out: like `x`, written and returned.
         """
         ...
 
@@ -238,37 +216,9 @@ class StateBackend(Backend, Protocol):
             state: [num_slots, num_heads, key_dim, value_dim]; written.
             batch: which states.
             terms: which recurrence, and its constants.
-            out: like `value`, written and returned. Rows of no sequence are left as they are.
+            out: like `value`, written and returned.
         """
         ...
-
-    def warmup(
-        self, layers: Sequence[LayerCall | StateCall], *, max_num_seqs: int, max_query_len: int
-    ) -> None:
-        """Like `Backend.warmup`, for calls on states too; changes no byte of them."""
-        ...
-
-
-def idle_calls(backend: StateBackend, layer: StateCall) -> Iterator[Callable[[], Tensor]]:
-    """Calls as a layer makes them, which read no state and write none: for a warm-up."""
-    terms, state, heads = layer.terms, layer.state, layer.state.shape[1]
-    nowhere = torch.full((1,), -1, dtype=torch.int32, device=state.device)
-    one = torch.tensor([0, 1], dtype=torch.int32, device=state.device)
-
-    def rows(*shape: int) -> Tensor:
-        return torch.zeros((1, *shape), dtype=layer.dtype, device=state.device)
-
-    for starts in (None, one) if layer.ragged else (None,):
-        batch = StateBatch(nowhere, nowhere, starts)
-        if isinstance(terms, ShortConvTerms):
-            yield partial(backend.short_conv_step, rows(state.shape[2]), state, batch, terms)
-            continue
-        key, value = rows(layer.num_key_heads, state.shape[2]), rows(heads, state.shape[3])
-        decay = rows(heads, state.shape[2]) if layer.channel_decay else rows(heads)
-        decay = decay.float() if terms.gate is None else decay
-        beta = rows(heads) if terms.delta_rule else None
-        given = (key, key, value, decay, beta, state, batch, terms)
-        yield partial(backend.linear_attention_step, *given)
 
 
 def _require_like(name: str, tensor: Tensor | None, like: Tensor) -> None:

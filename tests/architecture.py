@@ -84,7 +84,10 @@ LAYERS = {
 MAY_IMPORT = {"kvcore": set(), "backends": set(), "model": {"kvcore", "backends"}}
 
 # What an engine's attention and kvcore's blocks meet in; nothing imports it before it is asked for.
-BRIDGES = {"kvcore/adapters/transformers/attention.py"}
+BRIDGES = {
+    "kvcore/adapters/recurrent/state_functions.py",
+    "kvcore/adapters/transformers/attention.py",
+}
 
 # The control plane counts Python ints; these must not load a tensor library.
 CONTROL_PLANE = ("kvcore/*.py", "kvcore/*/*.py", "model/errors.py", "model/control/*.py")

@@ -27,9 +27,9 @@ from backends.states import (
     StateTerms,
 )
 
-MODES = ("new", "same", "first", "peek", "each", "shared", "nowhere")
+MODES = ("new", "same", "first", "peek", "shared", "nowhere")
 """What a sequence does: reads its slot and writes another one; the same one; reads none; writes
-none; writes a slot per token; reads the first sequence's slot; neither reads nor writes."""
+none; reads the first sequence's slot; neither reads nor writes."""
 LAYERS = ("conv", "delta", "KDA", "mamba")
 """A short convolution; the delta rule; with a decay per channel; a gate without the delta rule."""
 
@@ -41,8 +41,8 @@ class StateCase:
     name: str
     layer: str
     """One of LAYERS."""
-    seqs: tuple[tuple[int, str], ...]
-    """(tokens, mode) of each sequence."""
+    seqs: tuple[str, ...]
+    """The mode of each sequence."""
     dims: tuple[int, int] = (16, 16)
     """Of a head's state: key_dim, value_dim; of a convolution: width - 1, channels."""
     num_heads: int = 4
@@ -57,19 +57,14 @@ class StateCase:
     pages: str = "whole"
     """How slots lie: whole (side by side); aligned (in larger pages); odd (likewise, on no multiple
     of anything, and rows are views with gaps)."""
-    padding: int = 0
-    """Rows past the last sequence."""
+    query_len: int = 1
+    """Rows of each sequence."""
     seed: int = 0
 
     @property
     def live(self) -> int:
         """Rows of sequences."""
-        return sum(count for count, _ in self.seqs)
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether the batch says where each sequence starts."""
-        return self.padding > 0 or any(count != 1 for count, _ in self.seqs)
+        return len(self.seqs) * self.query_len
 
     def with_(self, **changes: object) -> "StateCase":
         """The same case but for these fields."""
@@ -104,8 +99,8 @@ class StateInputs:
             read = self.batch.read_slots[s : s + 1]
             for t in of_seq:
                 one = slice(t, t + 1)
-                write = self.batch.write_slots[one]
-                if t != of_seq[-1] and int(write) < 0:
+                write = self.batch.write_slots[s : s + 1]
+                if t != of_seq[-1]:
                     write = torch.full_like(write, spare + s)
                 rows = tuple(each[one] for each in self.rows)
                 self._call(backend, rows, StateBatch(read, write), self.out[one])
@@ -165,17 +160,13 @@ def check_states(backend: StateBackend, case: StateCase) -> Iterator[Finding]:
         other = build(case, backend.device, layout)
         if check != "together or apart":
             other.run(backend)
-        elif case.is_ragged:
+        elif case.query_len > 1:
             other.run_apart(backend)
         else:
             continue
         same = torch.equal(bits(other.out[:live]), bits(out[:live]))
         same = same and torch.equal(bits(other.written()), bits(slots))
         yield _finding(check, case, "" if same else "other bits")
-
-
-MIXED = tuple((1, mode) for mode in MODES)
-RAGGED = ((3, "new"), (1, "same"), (0, "nowhere"), (2, "first"), (4, "each"), (2, "same"))
 
 
 def state_cases(backend: Backend, *, quick: bool) -> tuple[StateCase, ...]:
@@ -195,10 +186,10 @@ def state_cases(backend: Backend, *, quick: bool) -> tuple[StateCase, ...]:
 
 def _cases(*, quick: bool) -> Iterator[StateCase]:
     for layer in LAYERS:
-        small = StateCase("", layer, MIXED, (3, 40) if layer == "conv" else (16, 8))
+        small = StateCase("", layer, MODES, (3, 40) if layer == "conv" else (16, 8))
         odd = (2, 21) if layer == "conv" else (12, 20)
         yield small.with_(name="every mode", pages="aligned")
-        yield small.with_(name="draft tokens", seqs=RAGGED, padding=2, pages="odd")
+        yield small.with_(name="draft tokens", query_len=3, pages="odd")
         yield small.with_(name="odd dims", dims=odd, options=False)
         yield small.with_(name="extreme", extreme=True)
         if quick:
@@ -208,13 +199,13 @@ def _cases(*, quick: bool) -> Iterator[StateCase]:
         if layer == "conv":
             base = small.with_(dims=(3, 300))
             sizes = [(1, 72), (2, 72), (4, 72), (6, 72), (3, 5000)]
-        yield base.with_(name="many sequences", seqs=MIXED * 9, pages="aligned")
-        yield base.with_(name="many tokens", seqs=((9, "new"), (17, "same"), (5, "each")))
-        yield base.with_(name="nothing to do", seqs=((0, "nowhere"),), padding=3)
+        yield base.with_(name="many sequences", seqs=MODES * 9, pages="aligned")
+        yield base.with_(name="many tokens", seqs=MODES[:3], query_len=17)
+        yield base.with_(name="nothing to do", seqs=())
         yield base.with_(name="no options", options=False, pages="odd")
         for dims in sizes:
             name = f"{dims[0]} x {dims[1]}"
-            yield base.with_(name=name, dims=dims, pages="aligned", seqs=RAGGED)
+            yield base.with_(name=name, dims=dims, pages="aligned", query_len=4)
 
 
 def build(case: StateCase, device: torch.device, layout: int = 0) -> StateInputs:
@@ -225,21 +216,17 @@ def build(case: StateCase, device: torch.device, layout: int = 0) -> StateInputs
     befores = [torch.randn(shape, generator=generator) for _ in case.seqs]
     reads, writes, num_slots = _place(case, layout)
     memory, state = _slots(case, num_slots, shape, device)
-    for slot, (_, mode), before in zip(reads, case.seqs, befores, strict=True):
+    for slot, mode, before in zip(reads, case.seqs, befores, strict=True):
         if slot >= 0 and mode != "shared":
             state[slot] = before.to(case.state_dtype).to(device)
     made = [_gapped(each, case.live, device, odd=odd) for each in rows]
     out_memory, out = _gapped(rows[0 if case.layer == "conv" else 2], 0, device, odd=odd)
-    ends = [0]
-    for count, _ in case.seqs:
-        ends.append(ends[-1] + count)
     indices = [torch.tensor(each, dtype=torch.int32, device=device) for each in (reads, writes)]
-    if case.is_ragged:
-        indices.append(torch.tensor(ends, dtype=torch.int32, device=device))
     guarded = (*(each for each, _ in made), *indices, *_tensors(terms))
     views = tuple(view for _, view in made)
-    kept = tuple((t, slot) for t, slot in enumerate(writes[: case.live]) if slot >= 0)
-    batch = StateBatch(*indices)
+    last = range(case.query_len - 1, case.live, case.query_len)
+    kept = tuple((t, slot) for t, slot in zip(last, writes, strict=True) if slot >= 0)
+    batch = StateBatch(indices[0], indices[1], case.query_len)
     return StateInputs(views, state, batch, terms, out, memory, out_memory, guarded, kept)
 
 
@@ -254,7 +241,7 @@ def _contents(
         return torch.randn(shape, generator=generator)
 
     def rows(*shape: int) -> Tensor:
-        return (random(case.live + case.padding, *shape) * size).to(case.dtype)
+        return (random(case.live, *shape) * size).to(case.dtype)
 
     if case.layer == "conv":
         weight, bias = (
@@ -291,22 +278,20 @@ def _contents(
 def _place(case: StateCase, layout: int) -> tuple[list[int], list[int], int]:
     """Slots read and written, in a random order among unused ones; last a spare one a sequence."""
     generator = torch.Generator().manual_seed(1_000_003 + layout)
-    most = 2 * len(case.seqs) + case.live + 2
+    most = 3 * len(case.seqs) + 5  # with it the second layout of MODES writes slot 0
     free = torch.randperm(most, generator=generator).tolist()
     reads: list[int] = []
     writes: list[int] = []
-    for count, mode in case.seqs:
+    for mode in case.seqs:
         read = -1 if mode in {"first", "nowhere"} else free.pop()
         if mode == "shared":
             read = reads[0]
-        of_seq = [-1] * count
-        if mode == "each":
-            of_seq = [free.pop() for _ in range(count)]
-        elif count and mode not in {"peek", "nowhere"}:
-            of_seq[-1] = read if mode == "same" else free.pop()
+        write = -1
+        if mode not in {"peek", "nowhere"}:
+            write = read if mode == "same" else free.pop()
         reads.append(read)
-        writes += of_seq
-    return reads, writes + [1 << 30] * case.padding, most + len(case.seqs)
+        writes.append(write)
+    return reads, writes, most + len(case.seqs)
 
 
 def _slots(

@@ -22,7 +22,7 @@ from backends.numba_cpu.state.short_conv import short_conv_step
 from backends.numba_cpu.store_kv import StorePlan, store_kv
 from backends.numba_cpu.warm_up import warm_up
 from backends.numba_cpu.workers import Workers
-from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch, StateCall
+from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch
 
 
 class NumbaBackend:
@@ -117,9 +117,7 @@ class NumbaBackend:
             self, self._workers, self._state_plans, rows, state, batch, terms, out
         )
 
-    def warmup(
-        self, layers: Sequence[LayerCall | StateCall], *, max_num_seqs: int, max_query_len: int
-    ) -> None:
+    def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""
         _ = max_num_seqs, max_query_len  # no kernel here depends on a size
         warm_up(self, layers)

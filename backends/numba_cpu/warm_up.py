@@ -7,18 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from backends.contract import AttentionTerms, KVCache, LayerCall, PagedBatch
-from backends.states import StateBackend, StateCall, idle_calls
+from backends.contract import AttentionTerms, Backend, KVCache, LayerCall, PagedBatch
 
 
-def warm_up(backend: StateBackend, layers: Sequence[LayerCall | StateCall]) -> None:
+def warm_up(backend: Backend, layers: Sequence[LayerCall]) -> None:
     """Run every operation once a pair of dtypes, on small tensors; see `Backend.warmup`."""
-    for layer in layers:
-        if isinstance(layer, StateCall):
-            for call in idle_calls(backend, layer):
-                call()
-            backend.copy_blocks([layer.state], torch.empty((0, 2), dtype=torch.int64))
-    kinds = {(each.dtype, each.cache.k.dtype) for each in layers if isinstance(each, LayerCall)}
+    kinds = {(each.dtype, each.cache.k.dtype) for each in layers}
     for dtype, kind in sorted(kinds, key=str):
         cache = KVCache(*(torch.zeros(2, 2, 1, 8).to(kind) for _ in range(2)))
         rows = torch.zeros(2, 1, 8, dtype=dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, PagedBatch
-from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch, StateCall
+from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch
 from backends.triton_gpu.copy_blocks import copy_blocks
 from backends.triton_gpu.decode import cascade
 from backends.triton_gpu.paged_attention import paged_attention
@@ -114,8 +114,6 @@ class TritonBackend:
         rows = (query, key, value, decay, beta)
         return linear_attention_step(self, self._place, rows, state, batch, terms, out)
 
-    def warmup(
-        self, layers: Sequence[LayerCall | StateCall], *, max_num_seqs: int, max_query_len: int
-    ) -> None:
+    def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""
         warm_up(TritonBackend, self._place, layers, max_num_seqs, max_query_len)

@@ -13,10 +13,8 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from backends.contract import AttentionTerms, Backend, LayerCall, PagedBatch, SharedPrefix
-from backends.states import StateBackend, StateCall, idle_calls
 from backends.triton_gpu import ahead
 from backends.triton_gpu.decode import cascade, decode
 from backends.triton_gpu.decode.splits import VECTORS
@@ -28,9 +26,9 @@ from backends.triton_gpu.shared.place import Place
 
 
 def warm_up(
-    backend_at: Callable[[Place], StateBackend],
+    backend_at: Callable[[Place], Backend],
     place: Place,
-    layers: Sequence[LayerCall | StateCall],
+    layers: Sequence[LayerCall],
     max_num_seqs: int,
     max_query_len: int,
 ) -> None:
@@ -47,15 +45,15 @@ def warm_up(
         return
     calls = partial(calls_at, backend_at, tuple(layers), max_num_seqs, max_query_len)
     if place.launches:
-        ahead.make(calls, place, place.gpu(_tensors(layers[0])[0].device))
+        ahead.make(calls, place, place.gpu(layers[0].cache.tensors[0].device))
     else:
         for call in calls(place):
             call()
 
 
 def calls_at(
-    backend_at: Callable[[Place], StateBackend],
-    layers: Sequence[LayerCall | StateCall],
+    backend_at: Callable[[Place], Backend],
+    layers: Sequence[LayerCall],
     max_num_seqs: int,
     max_query_len: int,
     place: Place,
@@ -64,18 +62,10 @@ def calls_at(
     backend = backend_at(place)
     calls: list[Callable[[], object]] = []
     for layer in layers:
-        if isinstance(layer, StateCall):
-            calls += idle_calls(backend, layer)
-        else:
-            calls += _calls(backend, place, layer, max_num_seqs, max_query_len)
-    caches = [tensor for layer in layers for tensor in _tensors(layer)]
+        calls += _calls(backend, place, layer, max_num_seqs, max_query_len)
+    caches = [tensor for layer in layers for tensor in layer.cache.tensors]
     first = torch.zeros(1, 2, dtype=torch.int64, device=caches[0].device)  # onto itself
     return [*calls, partial(backend.copy_blocks, caches, first)]
-
-
-def _tensors(layer: LayerCall | StateCall) -> tuple[Tensor, ...]:
-    """Those in which blocks or states of the layer are copied."""
-    return (layer.state,) if isinstance(layer, StateCall) else layer.cache.tensors
 
 
 def _calls(

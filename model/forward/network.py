@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import backends
-from kvcore.adapters.recurrent import RecurrentPass, cache_argument
+from kvcore.adapters.recurrent import RecurrentPass, Run, StateStep, cache_argument
 from model.attention.attention import PagedPass
 from model.attention.batch import StepTensors
 from model.attention.latents import absorb
@@ -72,7 +72,7 @@ class PagedNetwork:
         self._backend = backend
         self.rope = rope_switch(self._network)
         absorb(self._network, backend.capabilities.max_latent_dim)
-        self._recurrence = probe_recurrence(self._network, backend.device)
+        self._recurrence = probe_recurrence(self._network, backend)
         self._cache_argument = cache_argument(self._network)
         states = self._recurrence.shapes
         shapes = probe_layers(self._network, backend.device, keeps_states=bool(states))
@@ -226,11 +226,23 @@ class PagedNetwork:
         passes.warm_up(self.vocab_size, self._network.dtype, self.device)
 
     def layer_calls(self) -> tuple[backends.LayerCall, ...]:
-        """How the layers call the backend, each kind once. One forward pass of one token."""
-        noting = _Noting()
-        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        """How the layers call the backend, each kind once. One forward pass of a few tokens.
+
+        Operations on states are compiled in it; they read and write no block.
+        """
+        noting, states = _Noting(), dict[str, RecurrentPass]()
+        tokens = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        if self.layout.states:
+            places = ((0, 1), (1, 1), (2, 2), (4, 2))
+            runs = tuple(Run(*place, num_drafts=0, has_state=True) for place in places)
+            pieces = 1 + max(state.piece for state in self.caches.states.values())
+            nowhere, tokens = tokens.new_full((len(runs), pieces), -1), tokens.new_zeros((1, 6))
+            step = StateStep(runs, nowhere, None)
+            states[self._cache_argument] = self._recurrence.passing(self.caches.states, step)
         with torch.inference_mode():
-            self._network(input_ids=token, position_ids=token, use_cache=False, paged=noting)
+            self._network(
+                input_ids=tokens, position_ids=tokens, use_cache=False, paged=noting, **states
+            )
         calls: dict[object, backends.LayerCall] = {}
         worth = self.shared_worth()
         for index, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
@@ -294,6 +306,4 @@ class PagedNetwork:
             return {}
         if step.states is None:  # a prompt that stores nothing
             return {self._cache_argument: RecurrentPass.of_fresh([step.input_ids.shape[1]])}
-        one_by_one = self._recurrence.token_by_token
-        states = RecurrentPass(self.caches.states, step.states, token_by_token=one_by_one)
-        return {self._cache_argument: states}
+        return {self._cache_argument: self._recurrence.passing(self.caches.states, step.states)}

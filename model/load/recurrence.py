@@ -1,6 +1,7 @@
 """Which modules of a network keep states: the probe of `kvcore.adapters.recurrent`, in our passes.
 
-Decides: that a network attends with our attention while it is probed, and afterwards.
+Decides: that a network attends with our attention while it is probed, and afterwards; that no
+module calls kernels of other packages without a GPU.
 
 Does not know: how states are found, requests.
 """
@@ -8,7 +9,9 @@ Does not know: how states are found, requests.
 import torch
 from transformers import PreTrainedModel
 
+import backends
 from kvcore.adapters import recurrent
+from kvcore.adapters.recurrent.state_functions import BackendOperations, use_pytorch
 from model.attention.attention import IMPLEMENTATION, follow_layers
 from model.errors import UnsupportedModelError
 
@@ -23,24 +26,28 @@ def find_states(network: PreTrainedModel, device: torch.device) -> tuple[recurre
     Raises:
         UnsupportedModelError: as there.
     """
-    _attend(network)
+    _attend(network, device)
     return recurrent.find_states(network, device, UnsupportedModelError).shapes
 
 
-def probe_recurrence(network: PreTrainedModel, device: torch.device) -> recurrent.Recurrence:
+def probe_recurrence(network: PreTrainedModel, backend: backends.Backend) -> recurrent.Recurrence:
     """As `recurrent.probe_recurrence`. A few passes.
 
     Args:
-        network: see `find_states`.
-        device: of the network, which has weights.
+        network: see `find_states`; it has weights.
+        backend: steps the states if it gives the network's results.
 
     Raises:
         UnsupportedModelError: as there.
     """
-    _attend(network)
-    return recurrent.probe_recurrence(network, device, UnsupportedModelError)
+    _attend(network, backend.device)
+    operations = BackendOperations.of(backend)
+    return recurrent.probe_recurrence(network, backend.device, UnsupportedModelError, operations)
 
 
-def _attend(network: PreTrainedModel) -> None:
+def _attend(network: PreTrainedModel, device: torch.device) -> None:
     network.set_attn_implementation(IMPLEMENTATION)
     follow_layers(network)
+    if device.type != "cuda":
+        for module in network.modules():
+            use_pytorch(module)

@@ -154,7 +154,7 @@ def test_uninstall_gives_the_modules_their_forwards_back():
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("page_size", 4, "page_size: wanted at least 8, because the state of a layer takes"),
+        ("page_size", 4, "page_size: wanted at least 7, because the state of a layer takes"),
         ("use_async_batching", True, "use_async_batching: wanted none beside layers that keep"),
         ("max_blocks_per_request", 4, "max_blocks_per_request: wanted none beside layers that"),
         ("use_cuda_graph", True, "use_cuda_graph: wanted none beside layers that keep a recurrent"),

@@ -18,14 +18,14 @@ LAYERS = {  # by_channel, delta_rule, l2norm, has_gate, has_bias, has_skip
 }
 
 
-def check_linear_attention(capability, element, kind, size, layer, *, ragged):
+def check_linear_attention(capability, element, kind, size, layer, *, single):
     (key_dim, value_dim), step = size, linear_attention._step
     width, tile = linear_attention.tile_of(key_dim, value_dim)
     flags = LAYERS[layer]
     heads = (key_dim, key_dim, value_dim, key_dim if flags[0] else 1, value_dim)
     form = linear_attention.Form(
         40 * key_dim * value_dim, heads, 2, key_dim, value_dim, width, tile, -(-value_dim // tile),
-        *flags, ragged,
+        *flags, single,
     )  # fmt: skip
     kinds = dict.fromkeys(step.indices - set(slots.INDICES), f"*{element}")
     kinds |= dict.fromkeys(("a", "bias", "skip"), "*fp32")
@@ -34,16 +34,16 @@ def check_linear_attention(capability, element, kind, size, layer, *, ragged):
     made = make(
         step, capability, element, form, cache=kind, kinds=kinds, **linear_attention.OPTIONS
     )
-    bound(made, registers=168 if ragged else 128, shared=48 << 10)  # of two warps: 6 programs or 8
+    bound(made, registers=128 if single else 168, shared=48 << 10)  # of two warps: 6 programs or 8
     wide = [n for n in made.instructions if n.startswith("STG") and "128" in n.split(".")]
     assert wide, "no store of 16 bytes"
     assert made.count("LDG", "E", "128") >= len(wide)
 
 
-def check_conv(capability, element, width, *, ragged):
+def check_conv(capability, element, width, *, single):
     taps = 1 << (width - 1).bit_length()
     form = short_conv.Form(
-        80000, 8192, width, taps, short_conv.TILE, 16, has_bias=True, silu=True, ragged=ragged
+        80000, 8192, width, taps, short_conv.TILE, 16, has_bias=True, silu=True, single=single
     )
     made = make(short_conv._step, capability, element, form, cache=element, **short_conv.OPTIONS)
     bound(made, registers=255, shared=16 << 10)
@@ -52,12 +52,12 @@ def check_conv(capability, element, width, *, ragged):
 
 def main():
     for capability in CAPABILITIES:
-        for kind, layer, ragged in itertools.product(("fp32", "bf16"), LAYERS, (False, True)):
-            check_linear_attention(capability, "bf16", kind, (128, 128), layer, ragged=ragged)
+        for kind, layer, single in itertools.product(("fp32", "bf16"), LAYERS, (False, True)):
+            check_linear_attention(capability, "bf16", kind, (128, 128), layer, single=single)
         for size in ((96, 192), (256, 256)):
-            check_linear_attention(capability, "fp16", "fp32", size, "delta", ragged=True)
+            check_linear_attention(capability, "fp16", "fp32", size, "delta", single=False)
         for element, width in (("bf16", 2), ("bf16", 4), ("fp16", 7)):
-            check_conv(capability, element, width, ragged=True)
+            check_conv(capability, element, width, single=False)
     sys.stdout.write("all kernels over states compile within their bounds\n")
 
 

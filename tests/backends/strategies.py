@@ -42,9 +42,8 @@ def attention_cases(
 
 @st.composite
 def state_cases(draw, dtypes):
-    """Any mix of modes, draft tokens and padding, any layer, dtypes, sizes and pages."""
-    seqs = [(1, draw(st.sampled_from(("new", "same"))))]
-    seqs += draw(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(MODES)), max_size=5))
+    """Any mix of modes, some tokens, any layer, dtypes, sizes and pages."""
+    seqs = ["new", *draw(st.lists(st.sampled_from(MODES), max_size=5))]
     layer, dtype = draw(st.sampled_from(LAYERS)), draw(st.sampled_from(dtypes))
     groups, key_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     return StateCase(
@@ -59,6 +58,6 @@ def state_cases(draw, dtypes):
         options=draw(st.booleans()),
         extreme=draw(st.booleans()),
         pages=draw(st.sampled_from(("whole", "aligned", "odd"))),
-        padding=draw(st.integers(0, 2)),
+        query_len=draw(st.integers(1, 5)),
         seed=draw(st.integers(0, 2**20)),
     )

@@ -4,17 +4,16 @@ import pytest
 import torch
 
 import backends
-from backends import LinearAttentionTerms, StateBatch, StateCall
+from backends import LinearAttentionTerms, StateBatch
 from backends.conformance.cases import bits
 from backends.conformance.states import (
     LAYERS,
-    MIXED,
+    MODES,
     StateCase,
     build,
     check_states,
     state_cases,
 )
-from tests.backends.gpus import backend_apart
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,11 +22,11 @@ pytestmark = [
 
 HALF = {"dtype": torch.bfloat16, "pages": "aligned"}
 CASES = (
-    StateCase("conv", "conv", MIXED, (3, 8192), state_dtype=torch.bfloat16, **HALF),
-    StateCase("delta", "delta", MIXED, (128, 128), 32, 16, **HALF),
-    StateCase("gated", "delta", MIXED, (128, 128), 32, 16, options=False, **HALF),
-    StateCase("KDA", "KDA", MIXED, (128, 128), 32, 32, **HALF),
-    StateCase("mamba", "mamba", MIXED, (128, 64), 64, 8, **HALF),
+    StateCase("conv", "conv", MODES, (3, 8192), state_dtype=torch.bfloat16, **HALF),
+    StateCase("delta", "delta", MODES, (128, 128), 32, 16, **HALF),
+    StateCase("gated", "delta", MODES, (128, 128), 32, 16, options=False, **HALF),
+    StateCase("KDA", "KDA", MODES, (128, 128), 32, 32, **HALF),
+    StateCase("mamba", "mamba", MODES, (128, 64), 64, 8, **HALF),
 )
 
 
@@ -73,32 +72,6 @@ def test_a_captured_step_reads_and_writes_the_slots_of_its_replay(triton, case):
         graph.replay()
         assert torch.equal(bits(inputs.out), bits(eager.out))
         assert torch.equal(bits(inputs.memory), bits(eager.memory))
-
-
-def test_after_a_warm_up_no_call_on_states_compiles(triton):
-    import triton as compiler  # noqa: PLC0415 - where there is a GPU alone
-
-    backend, calls, inputs = backend_apart(), [], []
-    for case in CASES:
-        for seqs in (MIXED, ((3, "new"), (1, "same"), (2, "each"))):
-            made = build(case.with_(seqs=seqs), backend.device)
-            inputs.append(made)
-            by_channel = case.layer == "KDA"
-            heads = case.num_key_heads
-            call = StateCall(made.terms, made.state, case.dtype, heads, by_channel, ragged=True)
-            calls.append(call)
-    before = [bits(made.memory) for made in inputs]
-    backend.warmup(calls, max_num_seqs=64, max_query_len=4)
-    assert all(torch.equal(bits(m.memory), b) for m, b in zip(inputs, before, strict=True))
-    compiled = []
-    compiler.knobs.compilation.listener = lambda **event: compiled.append(event["src"])
-    try:
-        for made in inputs:
-            made.run(backend)
-        torch.cuda.synchronize()
-    finally:
-        compiler.knobs.compilation.listener = None
-    assert compiled == []
 
 
 def test_slots_past_2_to_the_31_elements(triton):

@@ -5,7 +5,7 @@
 
 Layout: states [num_slots, num_heads, key_dim, value_dim], slots any distance apart. A unit is a
 head of a sequence, all of its tokens. Each token reads the state where the one before has left it
-and writes it to its own slot, or to scratch memory if it is not kept. Bytes moved: the state read
+and writes it to scratch memory, the last one to the slot. Bytes moved: the state read
 once (with the delta rule a second time, out of the core's cache) and written once per token. No
 fast math, so that the bits do not depend on which loops a compiler vectorises. Tolerance:
 `state_oracle.linear_attention`.
@@ -23,7 +23,7 @@ from backends.checks import check_linear_attention
 from backends.contract import Backend
 from backends.numba_cpu.bits import TAGS, Tag, at, exact, narrow, span, widen
 from backends.numba_cpu.plans import Plans, sign
-from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked, rows_of
+from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked
 from backends.numba_cpu.tiles import Floats
 from backends.numba_cpu.workers import Workers
 from backends.states import NORM_EPSILON, LinearAttentionTerms, LinearRows, StateBatch
@@ -142,7 +142,7 @@ def _kernel(source_digest: int) -> Callable[..., None]:
         a, bias = at(tensors[6], num_heads, _ONE), at(tensors[7], num_heads, _ONE)
         skip = at(tensors[8], num_heads, _ONE)
         reads, writes = at(where[0], 1, np.int32(0)), at(where[1], 1, np.int32(0))
-        starts, size = at(where[2], 1, np.int32(0)), key_dim * value_dim
+        size = key_dim * value_dim
         states = at(state, 1, tags[2])
         scratch = np.empty_like(at(state, size, tags[2]))
         query, key = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
@@ -153,13 +153,12 @@ def _kernel(source_digest: int) -> Callable[..., None]:
         gate = (tensors[6] != 0, tensors[7] != 0, numbers[1], numbers[2])
         for unit in range(start, stop):
             s, h = unit // num_heads, unit % num_heads
-            first, last = rows_of(starts, where[2], s)
-            source = scratch
+            source, stop_row = scratch, (s + 1) * where[2]
             if reads[s] >= 0:
                 source = span(states, reads[s] * slot_size + h * size, size)
-            elif first < last:
+            else:
                 scratch[:] = 0  # in every format
-            for t in range(first, last):
+            for t in range(s * where[2], stop_row):
                 _load(queries, t * strides[0] + h // group * strides[1], query)
                 _load(keys, t * strides[2] + h // group * strides[3], key)
                 _load(values, t * strides[4] + h * strides[5], new)
@@ -176,8 +175,8 @@ def _kernel(source_digest: int) -> Callable[..., None]:
                     _recall(source, kept, key, new, out)
                 _multiply(new, rate, _ZERO)
                 target = scratch
-                if writes[t] >= 0:
-                    target = span(states, writes[t] * slot_size + h * size, size)
+                if t == stop_row - 1 and writes[s] >= 0:
+                    target = span(states, writes[s] * slot_size + h * size, size)
                 _advance(source, target, query, key, kept, new, out)
                 _store(out, added, outs, t * strides[10] + h * strides[11])
                 source = target
@@ -209,7 +208,7 @@ def linear_attention_step(
     Raises:
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
-    gate, indices = terms.gate, (batch.read_slots, batch.write_slots, batch.query_start_loc)
+    gate, indices = terms.gate, (batch.read_slots, batch.write_slots)
     a, bias = (None, None) if gate is None else (gate.a, gate.bias)
     tensors = (*rows, out, a, bias, terms.skip)
     signature = (sign(*tensors, state, *indices), terms.delta_rule, terms.l2norm)

@@ -22,7 +22,7 @@ from backends.checks import check_short_conv
 from backends.contract import Backend
 from backends.numba_cpu.bits import LOG2E, TAGS, Tag, at, exact, exp2, narrow, span, widen
 from backends.numba_cpu.plans import Plans, sign
-from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked, rows_of
+from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked
 from backends.numba_cpu.tiles import Floats
 from backends.numba_cpu.workers import Workers
 from backends.states import ShortConvTerms, StateBatch
@@ -85,7 +85,6 @@ def _kernel(source_digest: int) -> Callable[..., None]:
         xs, weight, bias = at(tensors[0], 1, tag), at(tensors[1], 1, tag), at(tensors[2], 1, tag)
         states, outs = at(tensors[3], 1, tag), at(tensors[4], 1, tag)
         reads, writes = at(where[0], 1, np.int32(0)), at(where[1], 1, np.int32(0))
-        starts = at(where[2], 1, np.int32(0))
         weights, sums = np.empty(width * TILE, np.float32), np.empty(TILE, np.float32)
         biases, zeros = np.zeros(TILE, np.float32), np.zeros_like(at(tensors[3], TILE, tag))
         for tile in range(start, stop):
@@ -95,10 +94,9 @@ def _kernel(source_digest: int) -> Callable[..., None]:
             if tensors[2]:
                 _load_weights(bias, channel, 1, size, biases)
             for s in range(num_seqs):
-                first, last = rows_of(starts, where[2], s)
-                before = reads[s] * strides[2] + channel
-                for t in range(first, last):
-                    after = writes[t] * strides[2] + channel
+                first, last = s * where[2], (s + 1) * where[2] - 1
+                before, after = reads[s] * strides[2] + channel, writes[s] * strides[2] + channel
+                for t in range(first, last + 1):
                     sums[:] = biases
                     for j in range(width):
                         row, source = t - width + 1 + j, zeros
@@ -108,7 +106,7 @@ def _kernel(source_digest: int) -> Callable[..., None]:
                             old = before + (row - first + width - 1) * channels
                             source = span(states, old, size)
                         _add(source, span(weights, j * TILE, size), sums)
-                        if j > 0 and writes[t] >= 0:
+                        if j > 0 and t == last and writes[s] >= 0:
                             _copy(source, span(states, after + (j - 1) * channels, size))
                     _finish(sums, span(outs, t * strides[1] + channel, size), silu)
 
@@ -131,8 +129,7 @@ def short_conv_step(
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
     weight, bias = terms.weight, terms.bias
-    indices = (batch.read_slots, batch.write_slots, batch.query_start_loc)
-    signature = sign(x, weight, bias, state, out, *indices)
+    signature = sign(x, weight, bias, state, out, batch.read_slots, batch.write_slots)
     if plans.find(signature) is None:
         check_short_conv(backend, x, state, batch, terms, out)
         plans.keep(signature, plan=True)

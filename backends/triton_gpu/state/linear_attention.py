@@ -7,7 +7,7 @@ Layout: states [num_slots, num_heads, key_dim, value_dim], slots any distance ap
 tiles of value_dim, sequences); a program holds [key_dim, a tile of value_dim] of one state in
 registers, in float32, for all tokens of its sequence, and columns of a state never meet. So it
 reads nothing that may have been written before: what it stores it has loaded itself. Bytes moved:
-the state read once and written once per kept token; queries, keys and decays are read again by
+the state read once and written once; queries, keys and decays are read again by
 every tile of a head, out of L2. Tolerance: `state_oracle.linear_attention`.
 """
 
@@ -22,7 +22,7 @@ from backends.contract import Backend
 from backends.states import NORM_EPSILON, LinearAttentionTerms, LinearRows, StateBatch
 from backends.triton_gpu.shared.launch import Launch, launcher
 from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two, sign
-from backends.triton_gpu.state.slots import INDICES, rows_of, slot_at
+from backends.triton_gpu.state.slots import INDICES, slot_at
 
 TILE = 4096
 """Numbers of a state that a program holds: more or fewer programs are slower on an H200."""
@@ -55,7 +55,8 @@ class Form(NamedTuple):
     has_gate: bool
     has_bias: bool
     has_skip: bool
-    ragged: bool
+    single: bool
+    """Each sequence has one row."""
 
 
 @device_function
@@ -78,6 +79,7 @@ def _load(rows: tl.tensor, at: tl.tensor, index: tl.tensor, size: tl.constexpr) 
 @launcher(
     integers=(
         "query_stride", "key_stride", "value_stride", "decay_stride", "beta_stride", "out_stride",
+        "query_len",
     ),
     indices=("query", "key", "value", "decay", "beta", "out", "a", "bias", "skip", *INDICES),
     pointers=("state",),
@@ -94,14 +96,14 @@ def _step(
     skip: tl.tensor,  # likewise, read if has_skip
     state: tl.tensor,  # [num_slots, num_heads, key_dim, value_dim]
     read_slots: tl.tensor,  # int32 [num_seqs]
-    write_slots: tl.tensor,  # int32 [num_tokens]
-    query_start_loc: tl.tensor,  # int32 [num_seqs + 1], read if ragged
+    write_slots: tl.tensor,  # likewise
     query_stride: tl.tensor,  # from token to token
     key_stride: tl.tensor,
     value_stride: tl.tensor,
     decay_stride: tl.tensor,
     beta_stride: tl.tensor,
     out_stride: tl.tensor,
+    query_len: tl.tensor,  # rows of each sequence
     scale: tl.tensor,
     low: tl.tensor,  # limits of dt
     high: tl.tensor,
@@ -114,12 +116,11 @@ def _step(
     v = tl.program_id(0) % FORM.tiles * FORM.tile + tl.arange(0, FORM.tile)
     live = (k < K)[:, None] & (v < V)[None, :]
     tile = state + head * (K * V) + (k[:, None] * V + v[None, :])
-    start, stop = rows_of(query_start_loc, seq, FORM.ragged)
+    count = 1 if FORM.single else query_len
     place, there = slot_at(read_slots, seq, FORM.slot)
-    s = tl.load(tile + place, mask=live & there & (start < stop), other=0.0).to(tl.float32)
-    for i in range(stop - start):
-        t = start + i
-        row, of_key = t.to(tl.int64), head // FORM.group
+    s = tl.load(tile + place, mask=live & there, other=0.0).to(tl.float32)
+    for i in range(count):
+        row, of_key = (seq * count + i).to(tl.int64), head // FORM.group
         q_row = _load(query, row * query_stride + of_key * FORM.heads[0], k, K)
         k_row = _load(key, row * key_stride + of_key * FORM.heads[1], k, K)
         v_row = _load(value, row * value_stride + head * FORM.heads[2], v, V)
@@ -149,10 +150,9 @@ def _step(
             o += tl.load(skip + head) * v_row
         to = out + row * out_stride + head * FORM.heads[4] + v
         tl.store(to, o.to(out.dtype.element_ty), mask=v < V)
-        stored = s.to(state.dtype.element_ty)
-        place, there = slot_at(write_slots, t, FORM.slot)
-        tl.store(tile + place, stored, mask=live & there)
-        s = stored.to(tl.float32)
+        s = s.to(state.dtype.element_ty).to(tl.float32)
+    place, there = slot_at(write_slots, seq, FORM.slot)
+    tl.store(tile + place, s.to(state.dtype.element_ty), mask=live & there)
 
 
 def linear_attention_step(
@@ -169,11 +169,11 @@ def linear_attention_step(
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
-    gate, skip, reads, starts = terms.gate, terms.skip, batch.read_slots, batch.query_start_loc
+    gate, skip, reads = terms.gate, terms.skip, batch.read_slots
     a, bias = (None, None) if gate is None else (gate.a, gate.bias)
     signature = (
         "linear attention", *map(sign, rows), sign(state), sign(reads), sign(batch.write_slots),
-        starts is None, sign(out), terms.delta_rule, terms.l2norm, sign(a), bias is None,
+        batch.query_len, sign(out), terms.delta_rule, terms.l2norm, sign(a), bias is None,
         sign(skip),
     )  # fmt: skip
     plan = cast("Launch | None", place.plan(signature))
@@ -187,8 +187,7 @@ def linear_attention_step(
         place.keep(signature, plan)
     if plan.grid[1]:
         given = (query if each is None else each for each in (beta, out, a, bias, skip))
-        starts = reads if starts is None else starts
-        tensors = (query, key, value, decay, *given, state, reads, batch.write_slots, starts)
+        tensors = (query, key, value, decay, *given, state, reads, batch.write_slots)
         low, high = (0.0, 0.0) if gate is None else gate.limits
         plan.run(tensors, float(terms.scale), float(low), float(high))
     return out
@@ -212,13 +211,13 @@ def _plan(
         heads // query.shape[1], key_dim, value_dim, width, tile, tiles, decay.dim() == 3,
         terms.delta_rule, terms.l2norm, terms.gate is not None,
         terms.gate is not None and terms.gate.bias is not None, terms.skip is not None,
-        batch.query_start_loc is not None,
+        batch.query_len == 1,
     )  # fmt: skip
     dtypes = (query.dtype, state.dtype)
     variant = _step.variant(place, state.device, dtypes, (form,), **OPTIONS)
     given = (query, key, value, decay, query if beta is None else beta, out)
-    strides = tuple(each.stride(0) for each in given)
-    return Launch(variant, (heads * tiles, batch.num_seqs, 1), strides)
+    integers = (*(each.stride(0) for each in given), batch.query_len)
+    return Launch(variant, (heads * tiles, batch.num_seqs, 1), integers)
 
 
 def tile_of(key_dim: int, value_dim: int) -> tuple[int, int]:

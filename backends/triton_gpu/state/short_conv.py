@@ -6,7 +6,7 @@ Layout: states [num_slots, width - 1, channels], slots any distance apart: rows 
 first. Grid: (tiles of channels, sequences). An input before the sequence's first new token comes
 out of the slot that is read, any other out of `x`, so that no state is carried from token to token.
 The slot that is read may be written by the sequence's last token: all loads of a token end before
-its stores begin. Bytes moved: the state and x read once, the state written once per kept token, the
+its stores begin. Bytes moved: the state and x read once, the state written once, the
 weights read by every sequence, out of L2. Tolerance: `state_oracle.short_conv`; states are exact.
 """
 
@@ -22,7 +22,7 @@ from backends.contract import Backend
 from backends.states import ShortConvTerms, StateBatch
 from backends.triton_gpu.shared.launch import Launch, launcher
 from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two, sign
-from backends.triton_gpu.state.slots import INDICES, rows_of, slot_at
+from backends.triton_gpu.state.slots import INDICES, slot_at
 
 TILE = 256
 """Channels a program, 8 of them a thread."""
@@ -44,11 +44,12 @@ class Form(NamedTuple):
     """Elements that divide both strides."""
     has_bias: bool
     silu: bool
-    ragged: bool
+    single: bool
+    """Each sequence has one row."""
 
 
 @launcher(
-    integers=("x_stride", "out_stride"),
+    integers=("x_stride", "out_stride", "query_len"),
     indices=INDICES,
     pointers=("x", "weight", "bias", "state", "out"),
 )
@@ -59,10 +60,10 @@ def _step(
     state: tl.tensor,  # [num_slots, width - 1, channels]
     out: tl.tensor,  # [num_tokens, channels]
     read_slots: tl.tensor,  # int32 [num_seqs]
-    write_slots: tl.tensor,  # int32 [num_tokens]
-    query_start_loc: tl.tensor,  # int32 [num_seqs + 1], read if ragged
+    write_slots: tl.tensor,  # likewise
     x_stride: tl.tensor,  # from token to token
     out_stride: tl.tensor,
+    query_len: tl.tensor,  # rows of each sequence
     FORM: tl.constexpr,
 ) -> None:
     WIDTH: tl.constexpr = FORM.width
@@ -72,9 +73,11 @@ def _step(
     live, j = channel < CHANNELS, tl.arange(0, FORM.taps)
     both = (j < WIDTH)[:, None] & live[None, :]
     w = tl.load(weight + channel[None, :] * WIDTH + j[:, None], mask=both, other=0)
-    start, stop = rows_of(query_start_loc, seq, FORM.ragged)
+    count = 1 if FORM.single else query_len
+    start = seq * count
     place, there = slot_at(read_slots, seq, FORM.slot)
-    for i in range(stop - start):
+    to, kept = slot_at(write_slots, seq, FORM.slot)
+    for i in range(count):
         t = start + i
         row = t - (WIDTH - 1) + j  # of each tap's input
         old = (row < start)[:, None] & both
@@ -90,10 +93,9 @@ def _step(
             acc = acc / (1.0 + tl.exp(-acc))
         target = out + tl.multiple_of(t.to(tl.int64) * out_stride, ALIGN) + channel
         tl.store(target, acc.to(out.dtype.element_ty), mask=live)
-        to, kept = slot_at(write_slots, t, FORM.slot)
         after = state + to + ((j - 1) * CHANNELS)[:, None] + channel[None, :]
         tl.debug_barrier()
-        tl.store(after, inputs, mask=both & kept & (j > 0)[:, None])
+        tl.store(after, inputs, mask=both & kept & (i == count - 1) & (j > 0)[:, None])
 
 
 def short_conv_step(
@@ -110,10 +112,10 @@ def short_conv_step(
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
-    weight, bias, starts = terms.weight, terms.bias, batch.query_start_loc
+    weight, bias, reads = terms.weight, terms.bias, batch.read_slots
     signature = (
-        "short conv", sign(x), sign(state), sign(batch.read_slots), sign(batch.write_slots),
-        starts is None, sign(out), sign(weight), bias is None, terms.silu,
+        "short conv", sign(x), sign(state), sign(reads), sign(batch.write_slots),
+        batch.query_len, sign(out), sign(weight), bias is None, terms.silu,
     )  # fmt: skip
     plan = cast("Launch | None", place.plan(signature))
     if plan is None:
@@ -124,12 +126,8 @@ def short_conv_step(
         plan = _plan(place, x, state, batch, terms, out)
         place.keep(signature, plan)
     if plan.grid[1]:
-        reads = batch.read_slots
-        tensors = (
-            x, weight, weight if bias is None else bias, state, out, reads, batch.write_slots,
-            reads if starts is None else starts,
-        )  # fmt: skip
-        plan.run(tensors)
+        given = weight if bias is None else bias
+        plan.run((x, weight, given, state, out, reads, batch.write_slots))
     return out
 
 
@@ -141,7 +139,8 @@ def _plan(
     strides = (x.stride(0), out.stride(0))
     form = Form(
         state.stride(0), channels, width, power_of_two(width), TILE, math.gcd(16, *strides),
-        terms.bias is not None, terms.silu, batch.query_start_loc is not None,
+        terms.bias is not None, terms.silu, batch.query_len == 1,
     )  # fmt: skip
     variant = _step.variant(place, state.device, (x.dtype,), (form,), **OPTIONS)
-    return Launch(variant, (ceil_div(channels, TILE), batch.num_seqs, 1), strides)
+    integers = (*strides, batch.query_len)
+    return Launch(variant, (ceil_div(channels, TILE), batch.num_seqs, 1), integers)

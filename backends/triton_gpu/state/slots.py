@@ -1,20 +1,10 @@
-"""Which rows a program walks, and where the states lie that it reads and writes."""
+"""Where the states lie that a program reads and writes."""
 
 import triton.language as tl
 
 from backends.triton_gpu.shared.place import device_function
 
-INDICES = ("read_slots", "write_slots", "query_start_loc")
-
-
-@device_function
-def rows_of(
-    query_start_loc: tl.tensor, seq: tl.tensor, RAGGED: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The first row of a sequence, and the one past its last."""
-    if RAGGED:
-        return tl.load(query_start_loc + seq), tl.load(query_start_loc + seq + 1)
-    return seq, seq + 1
+INDICES = ("read_slots", "write_slots")
 
 
 @device_function

@@ -5,6 +5,7 @@ Serves the runner and the adapter for continuous batching. Needs torch and Trans
 
 from kvcore.adapters.recurrent.passes import (
     HeldStates,
+    Operations,
     RecurrentPass,
     ReportedLength,
     Run,
@@ -29,6 +30,7 @@ from kvcore.adapters.recurrent.states import (
 
 __all__ = [
     "HeldStates",
+    "Operations",
     "Recurrence",
     "RecurrentPass",
     "ReportedLength",

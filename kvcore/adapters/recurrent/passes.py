@@ -5,12 +5,15 @@ A module that keeps a state asks the cache of its pass for it (`get_conv_state`,
 sequence. So its forward is wrapped: the rows of a step are divided by sequence, sequences with the
 same numbers of tokens run together as a batch, and each call gets a cache with their states only.
 
+Where a module's functions have `Operations` (`state_functions.py`), a call with one token or a few
+of each sequence gets slots instead, and the states are read and written where they lie.
+
 Decides: when a state is stored: after the tokens of a step that are known. Draft tokens continue
 from it and nothing of them is stored, so a rejected one leaves no trace.
 
-Invariants: the states that a step reads are copied before a module sees them, because some kernels
-update the state that they are given in place; a pass writes the blocks of its step and no others; a
-pass without this cache runs as if the modules were not wrapped.
+Invariants: other states that a step reads are copied before a module sees them, because some
+kernels update the state that they are given in place; a pass writes the blocks of its step and no
+others; a pass without this cache runs as if the modules were not wrapped.
 
 Does not know: which blocks a sequence has, which modules keep states (`probe.py`).
 """
@@ -18,12 +21,17 @@ Does not know: which blocks a sequence has, which modules keep states (`probe.py
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kvcore.adapters.recurrent.states import StateKey, StateTensors
+from kvcore.adapters.recurrent.states import StateKey, StateTensor, StateTensors
+
+_FEW = 16
+"""Tokens of a sequence that a backend's operation computes one after the other; modules have
+functions of their own for more."""
 
 
 class ReportedLength:
@@ -57,6 +65,42 @@ class ReportedLength:
         """As without a cache; used to build masks. O(1)."""
         del layer_idx
         return query_length, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    """A module's forward with other functions, that step states where they lie.
+
+    Attributes:
+        forward: takes a cache that gives slots.
+        single: kinds of states for which it takes them, with one token of each sequence.
+        several: likewise with several tokens.
+        transposed: kinds of states whose last two dimensions have to lie exchanged in memory.
+    """
+
+    forward: Callable[..., Any]
+    single: frozenset[str]
+    several: frozenset[str]
+    transposed: frozenset[str]
+
+
+class Operations(Protocol):
+    """What steps states where they lie, in place of modules' own functions."""
+
+    def stepping(self, module: nn.Module) -> Stepping | None:
+        """The forward of a module with all functions replaced that can be; None: none can."""
+
+    def batch(self, read: Tensor, write: Tensor, num_tokens: int) -> object:
+        """Which states a call reads and writes.
+
+        Args:
+            read: int32 [num_seqs], block ids.
+            write: likewise; -1: not stored.
+            num_tokens: of each sequence.
+        """
+
+    def slots(self, blocks: Tensor, batch: Any) -> object:  # noqa: ANN401  # as `batch` gives it
+        """The states of a batch in `StateTensor.blocks`, for the forward of `Stepping`."""
 
 
 class Run(NamedTuple):
@@ -108,26 +152,34 @@ class HeldStates(ReportedLength):
         self._tensors = tensors
         self._read = read
         self.held: dict[StateKey, Tensor] = {}  # [num_seqs, *shape]
+        self.kinds: frozenset[str] = frozenset()  # of states that are given as slots
+        self.slots_in: Callable[[StateTensor], object] | None = None
 
     def store(self, write: Tensor) -> None:
-        """Write the states that are held. O(their bytes)."""
+        """Write the states that are held; others are in these blocks already. O(their bytes)."""
         for key, state in self.held.items():
             piece, blocks = self._tensors[key].piece, self._tensors[key].blocks
             blocks[write[:, piece]] = state.to(blocks.dtype)
+        self._read = write
 
     def _load(self, key: StateKey) -> Tensor | None:
         if key not in self.held and self._read is not None:
             tensor = self._tensors[key]
-            self.held[key] = tensor.blocks[self._read[:, tensor.piece]]
+            self.held[key] = tensor.blocks[self._read[:, tensor.piece]].contiguous()
         return self.held.get(key)
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last inputs of a convolution, a copy; None: there are none. O(its bytes)."""
-        return self._load(StateKey(layer_idx, "conv", state_idx))
+    def _give(self, key: StateKey) -> object:
+        if key.kind not in self.kinds or self.slots_in is None:
+            return self._load(key)
+        return self.slots_in(self._tensors[key])
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A recurrent state, a copy; None: there is none. O(its bytes)."""
-        return self._load(StateKey(layer_idx, "recurrent", state_idx))
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> object:
+        """The last inputs of a convolution, a copy or slots; None: there are none. O(its bytes)."""
+        return self._give(StateKey(layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> object:
+        """A recurrent state, a copy or slots; None: there is none. O(its bytes)."""
+        return self._give(StateKey(layer_idx, "recurrent", state_idx))
 
     def update_conv_state(
         self,
@@ -144,7 +196,7 @@ class HeldStates(ReportedLength):
         key = StateKey(layer_idx, "conv", state_idx)
         before = self._load(key)
         if before is None:
-            size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size - 1
             missing = max(0, size - conv_states.shape[-1])
             inputs = nn.functional.pad(conv_states, (missing, 0))
         else:
@@ -153,13 +205,14 @@ class HeldStates(ReportedLength):
         return inputs
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
-    ) -> Tensor:
-        """Hold a recurrent state from now on. O(1)."""
-        self.held[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
+        self, recurrent_states: object, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> object:
+        """Hold a recurrent state from now on; in slots it has been written already. O(1)."""
+        if isinstance(recurrent_states, Tensor):
+            self.held[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
         return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+    def get_linear_cache(self, layer_idx: int) -> object:
         """MiniMax's name of `get_recurrent_state`. O(its bytes)."""
         return self.get_recurrent_state(layer_idx)
 
@@ -181,20 +234,30 @@ _Rows = Tensor | slice
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Sequences with the same numbers of tokens.
+class _Calls:
+    """Calls of a module for sequences with the same numbers of tokens.
 
     Attributes:
-        known: for each call of the module the rows that it computes.
-        drafts: likewise, afterwards.
-        read: see `StateStep`; None: they start from zeros.
-        write: see `StateStep`.
+        rows: that each call computes.
+        num_tokens: of each sequence, in all calls.
+        read: see `StateStep`; None: nothing is stored before the first call.
+        write: see `StateStep`; None: nothing is stored after the last one.
     """
 
-    known: list[_Rows]
-    drafts: list[_Rows]
+    rows: list[_Rows]
+    num_tokens: int
     read: Tensor | None
     write: Tensor | None
+    _batches: dict[int, object] = field(default_factory=dict)
+
+    def slots(self, operations: Operations, tensor: StateTensor) -> object:
+        """The states in a tensor, for a single call. O(sequences) for the first of a piece."""
+        if self.read is not None and tensor.piece not in self._batches:
+            nowhere = torch.full_like(self.read, -1)
+            sides = (self.read, nowhere if self.write is None else self.write)
+            reads, writes = (side[:, tensor.piece].int() for side in sides)
+            self._batches[tensor.piece] = operations.batch(reads, writes, self.num_tokens)
+        return operations.slots(tensor.blocks, self._batches[tensor.piece])
 
 
 class RecurrentPass(ReportedLength):
@@ -205,6 +268,7 @@ class RecurrentPass(ReportedLength):
     Args:
         tensors: the states of all sequences.
         step: the rows of each sequence, and its blocks.
+        operations: step the states where they can; None: modules do.
         token_by_token: a module cannot compute several tokens from a state in one call.
         length: what layers that ask for the number of tokens before the pass are told.
         packed: names of arguments that describe the packed rows; modules with a state get None.
@@ -215,6 +279,7 @@ class RecurrentPass(ReportedLength):
         tensors: StateTensors,
         step: StateStep,
         *,
+        operations: Operations | None = None,
         token_by_token: bool = False,
         length: int | Tensor = 0,
         packed: frozenset[str] = frozenset(),
@@ -222,6 +287,7 @@ class RecurrentPass(ReportedLength):
         super().__init__(length)
         self.tensors = tensors
         self.packed = packed
+        self.operations = operations
         self.num_rows = sum([run.num_known + run.num_drafts for run in step.runs])
         self.batches = _batches(step, token_by_token=token_by_token)
         self.outputs: list[tuple[nn.Module, Any]] | None = None
@@ -242,23 +308,24 @@ class RecurrentPass(ReportedLength):
         return cls({}, StateStep(tuple(runs), nothing, None), length=length)
 
 
-def _batches(step: StateStep, *, token_by_token: bool) -> list[_Batch]:
+def _batches(step: StateStep, *, token_by_token: bool) -> list[list[_Calls]]:
+    """For sequences that are alike, the calls for known tokens and those for drafts."""
     alike: dict[tuple[int, int, bool], list[int]] = {}
     for number, run in enumerate(step.runs):
         alike.setdefault(run[1:], []).append(number)
     device, found = step.read.device, []
     for (num_known, num_drafts, has_state), numbers in alike.items():
         starts = [step.runs[number].start for number in numbers]
-        behind = [start + num_known for start in starts]
         own = torch.tensor(numbers, device=device)
-        found.append(
-            _Batch(
-                _rows(starts, num_known, device, one_by_one=token_by_token and has_state),
-                _rows(behind, num_drafts, device, one_by_one=token_by_token),
-                step.read[own] if has_state else None,
-                None if step.write is None else step.write[own],
-            )
-        )
+        read = step.read[own] if has_state else None
+        write = None if step.write is None else step.write[own]
+        known = _rows(starts, num_known, device, one_by_one=token_by_token and has_state)
+        calls = [_Calls(known, num_known, read, write)]
+        if num_drafts:
+            behind = [start + num_known for start in starts]
+            drafts = _rows(behind, num_drafts, device, one_by_one=token_by_token)
+            calls.append(_Calls(drafts, num_drafts, write, None))
+        found.append(calls)
     return found
 
 
@@ -272,8 +339,6 @@ def _rows(
             for offset in range(count)
             for rows in _rows([s + offset for s in starts], 1, device, one_by_one=False)
         ]
-    if count == 0:
-        return []
     if len(starts) == 1:
         return [slice(starts[0], starts[0] + count)]
     first = torch.tensor(starts, device=device)
@@ -285,12 +350,17 @@ class _Divided:
 
     Args:
         module: keeps the state.
+
+    Attributes:
+        stepping: its forward with operations on states; None: it has none.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._wrapped = vars(module).get("forward")
         self._forward: Callable[..., Any] = module.forward
+        self.__wrapped__ = self._forward
+        self.stepping: Stepping | None = None
 
     def leave(self) -> None:
         """Give the module its own forward back. O(1)."""
@@ -306,23 +376,30 @@ class _Divided:
             return self._forward(*args, **kwargs)
         kwargs = {n: None if n in passing.packed else value for n, value in kwargs.items()}
         parts: list[tuple[_Rows, Any]] = []
-
-        def call(cache: HeldStates, rows: _Rows) -> None:
-            own, named = _picked((args, kwargs), rows, passing.num_rows, cache)
-            parts.append((rows, self._forward(*own, **named)))
-
         for batch in passing.batches:
-            cache = HeldStates(passing.tensors, batch.read)
-            for rows in batch.known:
-                call(cache, rows)
-            if batch.write is not None:
-                cache.store(batch.write)
-            for rows in batch.drafts:
-                call(cache, rows)
+            cache = HeldStates(passing.tensors, batch[0].read)
+            for calls in batch:
+                forward = self._prepare(cache, calls, passing.operations)
+                for rows in calls.rows:
+                    own, named = _picked((args, kwargs), rows, passing.num_rows, cache)
+                    parts.append((rows, forward(*own, **named)))
+                if calls.write is not None:
+                    cache.store(calls.write)
         output = _joined(parts, passing.num_rows)
         if passing.outputs is not None:
             passing.outputs.append((self._module, output))
         return output
+
+    def _prepare(
+        self, cache: HeldStates, calls: _Calls, operations: Operations | None
+    ) -> Callable[..., Any]:
+        """Choose which states the cache gives as slots, and the forward that takes them."""
+        cache.kinds, step = frozenset(), self.stepping
+        if step is None or operations is None or calls.read is None or calls.num_tokens > _FEW:
+            return self._forward
+        cache.kinds = step.single if calls.num_tokens == 1 else step.several
+        cache.slots_in = partial(calls.slots, operations)
+        return step.forward if cache.kinds else self._forward
 
 
 def _picked(value: Any, rows: _Rows, num_rows: int, cache: HeldStates) -> Any:  # noqa: ANN401
@@ -360,15 +437,19 @@ def _joined(parts: Sequence[tuple[_Rows, Any]], num_rows: int) -> Any:  # noqa: 
     return out
 
 
-def divide(modules: Iterable[nn.Module]) -> None:
-    """Wrap the forwards of modules that keep states; of wrapped ones nothing changes. O(modules).
+def divide(modules: Iterable[nn.Module], operations: Operations | None = None) -> None:
+    """Wrap the forwards of modules that keep states, once. O(modules).
 
     Args:
         modules: each asks the cache of its pass for a state.
+        operations: step the states where they can; None: modules do.
     """
     for module in modules:
-        if not isinstance(module.forward, _Divided):
-            module.forward = _Divided(module)
+        divided = module.forward
+        if not isinstance(divided, _Divided):
+            divided = module.forward = _Divided(module)
+        if operations is not None and divided.stepping is None:
+            divided.stepping = operations.stepping(module)
 
 
 def undivide(network: nn.Module) -> None:
@@ -377,6 +458,12 @@ def undivide(network: nn.Module) -> None:
         divided = vars(module).get("forward")
         if isinstance(divided, _Divided):
             divided.leave()
+
+
+def transposed_kinds(module: nn.Module) -> frozenset[str]:
+    """Kinds of a divided module's states whose last two dimensions lie exchanged. O(1)."""
+    step = module.forward.stepping if isinstance(module.forward, _Divided) else None
+    return frozenset() if step is None else step.transposed
 
 
 def cache_argument(network: nn.Module) -> str:
@@ -395,14 +482,14 @@ class Spy:
     """Finds the modules that ask the cache of their pass for states, and the states.
 
     Attributes:
-        modules: those that have asked.
+        modules: those that have asked, by the states that each has asked for.
         attending: those that have called attention, or called a module that has.
         layers: by the index of a layer that attends, the shapes of a token's key and value, both
             [num_kv_heads, head_dim].
         cache: to be passed to the network.
     """
 
-    modules: list[nn.Module] = field(default_factory=list)
+    modules: dict[StateKey, nn.Module] = field(default_factory=dict)
     attending: list[nn.Module] = field(default_factory=list)
     layers: dict[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
     _calls: list[nn.Module] = field(default_factory=list)
@@ -419,10 +506,9 @@ class Spy:
         """A hook: the call returns, or fails."""
         self._calls.pop()
 
-    def ask(self) -> None:
+    def ask(self, key: StateKey) -> None:
         """The innermost module has asked for a state."""
-        if self._calls[-1] not in self.modules:
-            self.modules.append(self._calls[-1])
+        self.modules[key] = self._calls[-1]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
         """Attention of any layer: zeros."""
@@ -439,12 +525,12 @@ class _Spied(HeldStates):
         self._spy = spy
 
     def _load(self, key: StateKey) -> Tensor | None:
-        self._spy.ask()
+        self._spy.ask(key)
         return super()._load(key)
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **more: object
-    ) -> Tensor:
+        self, recurrent_states: object, layer_idx: int, state_idx: int = 0, **more: object
+    ) -> object:
         """As `HeldStates`. O(1)."""
-        self._spy.ask()
+        self._spy.ask(StateKey(layer_idx, "recurrent", state_idx))
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **more)

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcore.adapters.recurrent.passes import (
+    Operations,
     RecurrentPass,
     Run,
     Spy,
     StateStep,
     cache_argument,
     divide,
+    transposed_kinds,
 )
 from kvcore.adapters.recurrent.states import StateShape, StateTensors, aligned, state_views
 
@@ -39,6 +41,7 @@ class Recurrence:
         shapes: of the states, by layer; empty: there are none, or the network does not run with a
             cache of our own.
         token_by_token: where a sequence is continued, modules get one token a call.
+        operations: step the states where they can; None: modules do.
         attending: by the index of a layer that attends, the shapes of a token's key and value,
             both [num_kv_heads, head_dim].
         error: why the network did not run; None: it has run.
@@ -46,12 +49,28 @@ class Recurrence:
 
     shapes: tuple[StateShape, ...] = ()
     token_by_token: bool = False
+    operations: Operations | None = None
     attending: Mapping[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
     error: Exception | None = None
 
+    def passing(
+        self, tensors: StateTensors, step: StateStep, packed: frozenset[str] = frozenset()
+    ) -> RecurrentPass:
+        """The cache of a pass; see `RecurrentPass`. O(sequences)."""
+        return RecurrentPass(
+            tensors,
+            step,
+            operations=self.operations,
+            token_by_token=self.token_by_token,
+            packed=packed,
+        )
+
 
 def find_states(
-    network: PreTrainedModel, device: torch.device, refusal: type[Exception]
+    network: PreTrainedModel,
+    device: torch.device,
+    refusal: type[Exception],
+    operations: Operations | None = None,
 ) -> Recurrence:
     """Find the states of a network, and divide the modules that keep them. One pass of one token.
 
@@ -59,6 +78,7 @@ def find_states(
         network: its attention calls `attend` of the pass's argument `paged`, as `Spy` has it.
         device: of the network; the meta device works for a network without weights.
         refusal: what its attention raises where a paged cache cannot serve it, and this function.
+        operations: say how states have to lie in memory; None: as modules have them.
 
     Raises:
         refusal: a module attends and keeps a state in one, or a network that keeps states attends
@@ -82,20 +102,31 @@ def find_states(
     finally:
         for hook in hooks:
             hook.remove()
-    for module in spy.modules:
+    modules = {id(module): module for module in spy.modules.values()}.values()
+    for module in modules:
         if any(module is other for other in spy.attending):
             raise refusal(
                 f"{type(network).__name__}: wanted modules that attend or keep a state, "
                 f"{type(module).__name__} does both"
             )
-    divide(spy.modules)
-    held = sorted(spy.cache.held.items())
-    shapes = [StateShape(key, tuple(state.shape[1:]), state.dtype) for key, state in held]
+    divide(modules, operations)
+    shapes = [
+        StateShape(
+            key,
+            tuple(state.shape[1:]),
+            state.dtype,
+            is_transposed=state.dim() > 2 and key.kind in transposed_kinds(spy.modules[key]),
+        )
+        for key, state in sorted(spy.cache.held.items())
+    ]
     return Recurrence(tuple(shapes), attending=spy.layers)
 
 
 def probe_recurrence(
-    network: PreTrainedModel, device: torch.device, refusal: type[Exception]
+    network: PreTrainedModel,
+    device: torch.device,
+    refusal: type[Exception],
+    operations: Operations | None = None,
 ) -> Recurrence:
     """Find the states of a network and how they are continued. A few passes.
 
@@ -103,21 +134,40 @@ def probe_recurrence(
         network: see `find_states`.
         device: of the network, which has weights.
         refusal: see `find_states`.
+        operations: step the states if they give the network's results.
 
     Raises:
         refusal: as `find_states`, or the network cannot continue from a state.
     """
-    found = find_states(network, device, refusal)
-    shapes = found.shapes
-    if not shapes or _failing(network, device, shapes, token_by_token=False) is None:
+    found = find_states(network, device, refusal, operations)
+    if not found.shapes:
         return found
-    module = _failing(network, device, shapes, token_by_token=True)
+    if _failing(network, device, found) is None:
+        return _with_operations(network, device, found, operations)
+    found = replace(found, token_by_token=True)
+    module = _failing(network, device, found)
     if module is None:
-        return replace(found, token_by_token=True)
+        return found
     raise refusal(
         f"{type(network).__name__}: wanted layers that can continue from a state, "
         f"{type(module).__name__} gives other results for a text in pieces"
     )
+
+
+def _with_operations(
+    network: PreTrainedModel,
+    device: torch.device,
+    found: Recurrence,
+    operations: Operations | None,
+) -> Recurrence:
+    """The same with operations on states, if they give the network's results."""
+    if operations is None:
+        return found
+    stepped = replace(found, operations=operations)
+    try:
+        return stepped if _failing(network, device, stepped) is None else found
+    except Exception:  # noqa: BLE001  # of a class of Transformers, or an operation that does not fit
+        return found
 
 
 class _Apart:
@@ -129,26 +179,20 @@ class _Apart:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
 
-def _failing(
-    network: PreTrainedModel,
-    device: torch.device,
-    shapes: tuple[StateShape, ...],
-    *,
-    token_by_token: bool,
-) -> nn.Module | None:
+def _failing(network: PreTrainedModel, device: torch.device, found: Recurrence) -> nn.Module | None:
     """A module that gives other results for a text in pieces; None: none does.
 
     Of each class the first that is called is compared: rounding has not gone far there.
     """
-    pages = torch.zeros(
-        (2, sum(aligned(shape.num_bytes) for shape in shapes)), dtype=torch.uint8, device=device
-    )
-    tensors = state_views(shapes, pages)
+    page_bytes = sum(aligned(shape.num_bytes) for shape in found.shapes)
+    pages = torch.zeros((2, page_bytes), dtype=torch.uint8, device=device)
+    tensors = state_views(found.shapes, pages)
+    block = torch.ones((1, 1), dtype=torch.int64, device=device)
     whole = _outputs(network, device, RecurrentPass.of_fresh([_NUM_TOKENS]), 0, _NUM_TOKENS)
     end = 0
     for stop in (_BEGINNING, _NUM_TOKENS - 1, _NUM_TOKENS):
-        passing = _piece(tensors, device, stop - end, end > 0, token_by_token=token_by_token)
-        outputs = _outputs(network, device, passing, end, stop)
+        step = StateStep((Run(0, stop - end, 0, end > 0),), block, block)
+        outputs = _outputs(network, device, found.passing(tensors, step), end, stop)
         tolerance = _TOLERANCES.get(network.dtype, 0.05)
         known: set[type[nn.Module]] = set()
         for (module, wanted), (_, output) in zip(whole, outputs, strict=True):
@@ -158,20 +202,6 @@ def _failing(
             known.add(type(module))
         end = stop
     return None
-
-
-def _piece(
-    tensors: StateTensors,
-    device: torch.device,
-    count: int,
-    has_state: bool,  # noqa: FBT001
-    *,
-    token_by_token: bool,
-) -> RecurrentPass:
-    """A pass of one sequence whose state is in block 1."""
-    block = torch.ones((1, 1), dtype=torch.int64, device=device)
-    step = StateStep((Run(0, count, 0, has_state),), block, block)
-    return RecurrentPass(tensors, step, token_by_token=token_by_token)
 
 
 def _outputs(

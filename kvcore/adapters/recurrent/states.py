@@ -49,11 +49,13 @@ class StateShape:
         key: which tensor it is.
         shape: without a dimension for sequences.
         dtype: as the network keeps it.
+        is_transposed: its last two dimensions lie exchanged in memory, as a backend wants them.
     """
 
     key: StateKey
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_transposed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -152,5 +154,10 @@ def state_views(shapes: Sequence[StateShape], pages: Tensor) -> StateTensors:
     for shape, piece, begin in state_places(shapes, pages.shape[1]):
         size = torch.Size(shape.shape).numel() * shape.dtype.itemsize
         part = pages[:, begin : begin + size].view(shape.dtype)
-        found[shape.key] = StateTensor(piece, part.view(len(pages), *shape.shape))
+        if shape.is_transposed:
+            *outer, rows, columns = shape.shape
+            blocks = part.view(len(pages), *outer, columns, rows).transpose(-1, -2)
+        else:
+            blocks = part.view(len(pages), *shape.shape)
+        found[shape.key] = StateTensor(piece, blocks)
     return found

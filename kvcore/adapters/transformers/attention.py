@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 import backends
 import kvcore
+from kvcore.adapters.recurrent.state_functions import BackendOperations
 from kvcore.adapters.transformers.states import asked, check
 
 if TYPE_CHECKING:
@@ -45,12 +46,16 @@ _PASSED_OVER = frozenset(PagedAttentionArgs.__annotations__) | {
 class Installed:
     """A backend with which a model's continuous batching attends.
 
+    Attributes:
+        operations: its operations on recurrent states; None: it has none.
+
     Raises:
         BackendError: there is no such backend, or it cannot run here.
     """
 
     def __init__(self, model: Any, backend: str) -> None:  # noqa: ANN401  # a mixin without types
         self._backend = backends.get_backend(backend)
+        self.operations = BackendOperations.of(self._backend)
         self._model = model
         earlier = getattr(model, "_kvcore_attention", None)  # whose manager may not have stopped
         own = model.config._attn_implementation if earlier is None else earlier._own  # noqa: SLF001

@@ -88,7 +88,8 @@ def install(
     installed = None if backend is None else _attending(model, backend)
     uninstall(model)
     model.destroy_cached_continuous_batching_manager()
-    recurrent = RecurrentModel(model) if is_recurrent(model) else None
+    operations = None if installed is None else installed.operations
+    recurrent = RecurrentModel(model, operations) if is_recurrent(model) else None
     vars(continuous_api)["PagedAttentionCache"] = _new_cache  # the name that managers make it by
     for module in (stock, initialization):
         vars(module)["group_layers_by_attn_type"] = _group_layers

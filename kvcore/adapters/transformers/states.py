@@ -32,6 +32,7 @@ from transformers.generation.continuous_batching.utils import (
 
 import kvcore
 from kvcore.adapters.recurrent import (
+    Operations,
     Recurrence,
     RecurrentPass,
     Run,
@@ -109,6 +110,10 @@ def check(config: ContinuousBatchingConfig, reason: str, *names: str) -> None:
 class RecurrentModel:
     """A model with recurrent layers, while `install` is in force.
 
+    Args:
+        model: a model of Transformers.
+        operations: step its states where they can; None: its modules do.
+
     Attributes:
         recurrence: what its layers keep.
         groups: the layers that attend, by the type of their cache.
@@ -117,12 +122,13 @@ class RecurrentModel:
         InvalidArgumentError: its layers cannot be served; the message says why.
     """
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401  # a mixin without types
+    def __init__(self, model: Any, operations: Operations | None) -> None:  # noqa: ANN401  # a mixin without types
         self._model = model
         own = model.config._attn_implementation  # noqa: SLF001
         try:
             model.set_attn_implementation(_PROBE)
-            self.recurrence = probe_recurrence(model, model.device, kvcore.InvalidArgumentError)
+            refusal = kvcore.InvalidArgumentError
+            self.recurrence = probe_recurrence(model, model.device, refusal, operations)
             self.groups = _groups(model, self.recurrence)
         except BaseException:
             undivide(model)
@@ -229,7 +235,7 @@ class States:
         self._cache = cache
         self._pages = pages
         self._tensors = state_views(recurrence.shapes, pages)
-        self._token_by_token = recurrence.token_by_token
+        self._recurrence = recurrence
         self._offloaded: dict[str, Tensor] = {}
 
     def of_batch(self) -> RecurrentPass:
@@ -246,9 +252,7 @@ class States:
             runs.append(Run(start, count, 0, has_state=past_length > 0))
             start += count
         step = StateStep(tuple(runs), read, write).to(self._pages.device)
-        return RecurrentPass(
-            self._tensors, step, token_by_token=self._token_by_token, packed=_PACKED
-        )
+        return self._recurrence.passing(self._tensors, step, _PACKED)
 
     def join(self, processor: Any) -> None:  # noqa: ANN401
         """Have a processor end chunks where a state is wanted, and offload states with the rest."""

@@ -22,7 +22,7 @@ from kvcore.adapters.recurrent import (
 
 WIDTH = 3
 SHAPES = [
-    StateShape(StateKey(0, "conv", 0), (1, WIDTH), torch.float64),
+    StateShape(StateKey(0, "conv", 0), (1, WIDTH - 1), torch.float64),
     StateShape(StateKey(0, "recurrent", 0), (1,), torch.float64),
 ]
 
@@ -41,8 +41,8 @@ class Mixer(nn.Module):
                 total = torch.zeros(len(rows), 1, dtype=rows.dtype)
                 past_key_values.update_recurrent_state(total, 0)
             if before is not None and rows.shape[1] == 1:
-                before.copy_(torch.cat([before, inputs], -1)[..., -WIDTH:])
-                inputs = before
+                inputs = torch.cat([before, inputs], -1)
+                before.copy_(inputs[..., 1 - WIDTH :])
             else:
                 inputs = past_key_values.update_conv_state(inputs, 0, conv_kernel_size=WIDTH)
         inputs = nn.functional.pad(

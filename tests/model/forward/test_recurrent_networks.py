@@ -193,10 +193,10 @@ def test_the_sanitizer_sees_a_state_in_the_wrong_blocks(monkeypatch):
 
 def test_blocks_are_as_large_as_states_need_and_the_memory_says_so():
     engine = engine_of("FalconH1Config")
-    assert engine.config.block_size == 12
-    assert "blocks of 12 tokens" in engine.describe_memory()
+    assert engine.config.block_size == 8
+    assert "blocks of 8 tokens" in engine.describe_memory()
     assert "2 recurrent with" in engine.describe_memory()
-    assert engine.kv.groups[-1] == kvcore.RecurrentState(2, 0, 12)
+    assert engine.kv.groups[-1] == kvcore.RecurrentState(2, 0, 8)
 
 
 def test_a_request_whose_states_do_not_fit_is_refused_by_the_flag():
@@ -233,3 +233,34 @@ def test_the_recorded_pool_shows_states_as_a_table_of_their_own():
         shown += any(group == 1 for _, group in tables)
     assert shown > NUM_TOKENS
     assert not replay.held()
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_decoding_copies_no_state(monkeypatch, kind):
+    engine, wanted = engine_of(kind), case(kind)[1]
+    requests = [engine.add_request([*prompt], PARAMS) for prompt in wanted]
+    while any(not request.output_tokens for request in requests):
+        engine.step()
+    monkeypatch.setattr(HeldStates, "_load", lambda *_: pytest.fail("a state is copied"))
+    while engine.has_unfinished:
+        engine.step()
+    assert [request.output_tokens for request in requests] == [*wanted.values()]
+
+
+@pytest.mark.parametrize("planted", ["other results", "an error"])
+def test_operations_that_do_not_give_the_results_of_the_network_are_left_alone(
+    monkeypatch, planted
+):
+    backend = type(backends.get_backend("numba"))
+    step = backend.linear_attention_step
+
+    def wrong(*given, **named):
+        if planted == "an error":
+            raise backends.UnsupportedError("state", "another", "this one")
+        return step(*given, **named).flip(-1)
+
+    monkeypatch.setattr(backend, "linear_attention_step", wrong)
+    engine = engine_of(KINDS[0])
+    assert engine.network._recurrence.operations is None
+    got, wanted = tokens_of(engine, KINDS[0])
+    assert got == wanted
