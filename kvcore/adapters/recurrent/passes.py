@@ -467,9 +467,12 @@ def transposed_kinds(module: nn.Module) -> frozenset[str]:
 
 
 def cache_argument(network: nn.Module) -> str:
-    """What a network calls the cache of a pass. O(1)."""
+    """The name of a network's argument for the cache of a pass. O(1).
+
+    It is `cache` since Transformers 5.24; before it was `cache_params` or `past_key_values`.
+    """
     known = inspect.signature(network.forward).parameters
-    return "cache_params" if "cache_params" in known else "past_key_values"
+    return next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
 
 
 def is_divided(network: nn.Module) -> bool:
