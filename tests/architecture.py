@@ -60,7 +60,7 @@ MODEL_LAYERS = (
     ("load",),
     ("compile", "sample"),
     ("forward",),
-    ("output", "pace", "token_stream"),
+    ("pace", "token_stream"),
     ("engine_core",),
     ("async_engine", "twins"),
     ("engine",),

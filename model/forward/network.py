@@ -91,10 +91,6 @@ class PagedNetwork:
         self.mode: str | None = None
 
     @property
-    def _is_compiled(self) -> bool:
-        return isinstance(self._traced, PiecewiseNetwork)
-
-    @property
     def backend(self) -> backends.Backend:
         """Computes its attention. O(1)."""
         return self._backend
@@ -296,7 +292,8 @@ class PagedNetwork:
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
-        with torch.no_grad() if self._is_compiled else torch.inference_mode():
+        is_compiled = isinstance(self._traced, PiecewiseNetwork)
+        with torch.no_grad() if is_compiled else torch.inference_mode():
             if self._traced is not None:
                 return self._traced.logits(
                     step.input_ids, step.position_ids, step.logit_rows, paged, states
