@@ -125,10 +125,12 @@ def test_steps_with_states_are_replayed_from_graphs(kind, compiles, monkeypatch)
         replayed.clear()
         done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
         assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
-        assert len(replayed) >= 14  # all steps but those with prompts
+        assert len(replayed) >= 10  # all steps but those with prompts
+    replayed.clear()
     with compilations() as seen:
-        alone = engine.generate(PROMPTS[1:], SamplingParams(max_tokens=16))  # with a row to spare
-    assert [c.request.output_tokens for c in alone] == dense[1:]
+        three = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
+    assert [c.request.output_tokens for c in three] == dense
+    assert 4 in replayed  # with a row to spare
     assert not seen
     assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
 
