@@ -16,9 +16,12 @@ from model.compile.traced_network import trace_network
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from model.forward.warm_up import prepare_network
+from model.load.recurrence import find_states
 from tests.model.compile.test_traced_network import CPU, Telling, switched
 from tests.model.networks import CONFIGS, build
 from tests.model.reference import ReferenceBackend
+from tests.model.tiny_configs import make_config
+from tests.model.walk import build_network
 
 TRACED = [name for name in CONFIGS if name != "gpt_oss"]
 
@@ -46,6 +49,19 @@ def test_pieces_give_what_the_network_gives_for_any_number_of_tokens_and_rows(ar
     sizes = [(8, [0, 3, 7]), (5, [0, 1, 2, 3, 4]), (2, [1]), (1, [0]), (30, [0, 29]), (7, [])]
     for size in sizes:
         assert agree(traced, pieces, inputs(*size))
+        pieces.settle()
+
+
+@pytest.mark.usefixtures("nothing_is_compiled_twice")
+def test_modules_with_states_are_called_between_the_pieces():
+    network = build_network(make_config("Qwen3_5TextConfig", ""), 1).network
+    find_states(network, CPU)
+    traced = trace_network(network, CPU)
+    pieces = compile_piecewise(traced, "eager")
+    assert [len(one.recurrent) for one in (traced, pieces)] == [1, 1]
+    for size in ((8, [0, 3, 7]), (5, [0, 1, 2, 3, 4]), (2, [1]), (1, [0]), (30, [0, 29])):
+        ids, positions, rows = inputs(*size)
+        assert agree(traced, pieces, (ids % 300, positions, rows))
         pieces.settle()
 
 
