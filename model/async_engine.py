@@ -152,7 +152,7 @@ class AsyncEngine:
         stream_share: the most of the loop's time that handing out tokens may take: where many
             streams would take more, several tokens of each go together. A first token and an end
             never wait. 1: no token does.
-        observer: is told what happens.
+        observer: is called for every event.
         announce: makes, on the thread, what tells others what the cache holds, of the engine and
             of what makes it publish soon though no step may be due; it publishes after each step.
         host: gives the thread and the time; None: the process.
@@ -522,7 +522,7 @@ class AsyncEngine:
         """A sample has ended; whether it was open."""
         if self._open.pop(sample.request.request_id, None) is None:
             return False
-        self._held.pop(sample.request.request_id, None)  # its end is told with all that is new
+        self._held.pop(sample.request.request_id, None)  # its end is sent with all that is new
         sample.finish_reason = reason
         self.observer.sample_ended(sample)
         self._tell_idle()

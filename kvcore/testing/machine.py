@@ -50,7 +50,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         block_sizes: what `start` is called with, the simplest first.
         pool_sizes: the smallest and the largest pool.
         seen: what the driver has seen, over all runs of the machine.
-        known: failures that are known: an example ends there, and the search goes on.
+        known: failures that are known: an example ends there, and the search continues.
         waived: how often each was met.
     """
 

@@ -39,7 +39,7 @@ def check_allocator(
         settings: how long to search, and so on; None: the Hypothesis profile that is loaded.
         seed: where the search begins; None: as the settings say.
         known: failures that are known, such as "P9" or "P9: begin": where one is met, the example
-            ends, and the search goes on. They are counted as "known P9: begin".
+            ends, and the search continues. They are counted as "known P9: begin".
 
     Returns:
         What was seen, and how often: hits, evictions, refusals and so on. What is 0 was not tested.

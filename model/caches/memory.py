@@ -112,7 +112,11 @@ def plan_memory(
                 f"{least - 2} blocks of {config.block_size} tokens, got {num_blocks}: pass a "
                 f"larger --num-blocks"
             )
-        _check_fits("num_blocks", num_blocks, config.block_size, block_bytes, most)
+        if most is not None and num_blocks * block_bytes > most:
+            raise InvalidArgumentError(
+                f"num_blocks: {num_blocks} blocks of {config.block_size} tokens take "
+                f"{show_bytes(num_blocks * block_bytes)}, and {show_bytes(most)} are free"
+            )
     else:
         name, budget_bytes, reason = _budget(config, is_gpu=is_gpu, free_bytes=free_bytes)
         if config.kv_memory_bytes is not None and most is not None and budget_bytes > most:
@@ -156,16 +160,6 @@ def show_bytes(num_bytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def _check_fits(
-    name: str, num_blocks: int, block_size: int, block_bytes: int, most: int | None
-) -> None:
-    if most is not None and num_blocks * block_bytes > most:
-        raise InvalidArgumentError(
-            f"{name}: {num_blocks} blocks of {block_size} tokens take "
-            f"{show_bytes(num_blocks * block_bytes)}, and {show_bytes(most)} are free"
-        )
 
 
 def _budget(config: EngineConfig, *, is_gpu: bool, free_bytes: int | None) -> tuple[str, int, str]:

@@ -3,7 +3,7 @@
 Decides: combinations of flags. Invariants: options that exist are consistent; a wrong flag raises,
 it never exits or prints by itself (`--help` alone does).
 
-Does not know: files, models, backends; whether a name means anything is told by who loads it.
+Does not know: files, models, backends; whether a name means anything.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class Options:
         sampling: how tokens are chosen: only what was given, because a prompt has its own too.
         engine: sizes.
         output: what is printed.
-        trace: what is told of the steps.
+        trace: what is reported of the steps.
     """
 
     model: ModelOptions

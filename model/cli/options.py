@@ -2,7 +2,7 @@
 
 Decides: the flags that several commands have, and what they mean. Invariants: as settings have.
 
-Does not know: files, models, backends; whether a name means anything is told by who loads it.
+Does not know: files, models, backends; whether a name means anything.
 """
 
 import os
@@ -107,7 +107,7 @@ class SampleOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """What is told of the steps."""
+    """What is reported of the steps."""
 
     trace: str | None = setting(
         None,

@@ -27,19 +27,18 @@ def say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def telling(work: str, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+def telling(work: str) -> Iterator[None]:
     """Say on stderr what is going on, if the body takes longer than a user waits in silence.
 
     Args:
         work: what is done, as in "loading the weights".
-        patience_s: how long nothing is said.
     """
 
     def tell() -> None:
         with contextlib.suppress(OSError, ValueError):  # a stderr that is full or closed
             say(f"{work} ...")
 
-    timer = threading.Timer(patience_s, tell)
+    timer = threading.Timer(_PATIENCE_S, tell)
     timer.daemon = True
     timer.start()
     try:

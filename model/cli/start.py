@@ -132,7 +132,7 @@ def make_engine(
     Args:
         options: which model on what.
         config: sizes.
-        tell: is told what came about, a line each.
+        tell: is called with each line about the start.
         load: what loads it.
 
     Raises:

@@ -1,20 +1,20 @@
 """Speculative decoding: cheap draft tokens, several of which are verified in one forward pass.
 
 A pass that computes one token reads every weight, and costs hardly more for a few tokens. So a
-request that decodes may bring guesses of what follows its last token; all are computed at once, and
-each has logits of its own. There a token is drawn exactly as it would be without drafts, by the
-same number of the same seed at the same place of the output: the drafts that equal what is drawn
-were right, and the first that does not is where the next pass goes on (Leviathan et al. 2023,
-arXiv:2211.17192; where a draw is a function of its place, accepting needs no further chance, and
-tokens are the same with and without).
+decoding request may bring draft tokens: guesses of what follows its last token. All are computed in
+one pass, and each has logits of its own. From these a token is drawn exactly as without drafts: the
+random number depends on the seed and the position in the output alone. Drafts are accepted as long
+as they equal the drawn tokens; the next pass continues after the first that differs (Leviathan et
+al. 2023, arXiv:2211.17192; because a draw depends on its position, accepting needs no random number
+of its own, and the output is the same with and without drafts).
 
-Decides: which drafts hold; what a look at the text itself guesses: what came after the last two
-tokens before (Saxena 2023, prompt look-up), found as LZ77 compressors find matches, by a chain of
-earlier places for each pair. A long prompt is chained bit by bit, so that no step waits for it;
-what is not chained yet is searched, which finds the same.
+Decides: which drafts are accepted; what the n-gram drafter proposes: the tokens that followed the
+last two tokens earlier in the text (Saxena 2023, prompt look-up). It finds them as LZ77 compressors
+find matches, by a chain of earlier positions for each pair. A long prompt is chained in parts, so
+that no step waits for it; a part that is not chained yet is searched, with the same result.
 
-Invariants: what is guessed depends on the tokens of the request alone, so ranks that share a
-network guess the same; it changes nothing but how soon tokens come.
+Invariants: drafts depend on the tokens of the request alone, so ranks that share a network propose
+the same; they change only how soon tokens come, not which.
 
 Does not know: networks, blocks, who has room for drafts.
 """

@@ -246,7 +246,7 @@ class Scheduler:
 
     def _plan_decodes(self) -> None:
         """Plan the requests with one token to compute, a token kept for the first in order."""
-        first = self._first_waiting(0)[0]
+        first = self._first_waiting()[0]
         going = next((request for request in self._running if not request.is_complete), None)
         if going is not None and (first is None or going.order < first.order):
             first = going
@@ -290,7 +290,7 @@ class Scheduler:
         while self._budget:
             while prefills and prefills[-1].status is not Status.RUNNING:
                 prefills.pop()
-            request, num_forks = self._first_waiting(0) if may_start else (None, 0)
+            request, num_forks = self._first_waiting() if may_start else (None, 0)
             if prefills and (request is None or prefills[-1].order < request.order):
                 self._plan_chunk(prefills.pop())
             elif request is None:
@@ -342,13 +342,12 @@ class Scheduler:
             most = min(most, edge - request.num_tokens)
         return max(0, min(most, self.config.draft_tokens))
 
-    def _first_waiting(self, num_forks: int) -> tuple[Request | None, int]:
+    def _first_waiting(self) -> tuple[Request | None, int]:
         """The first that could start, and how many before it wait for their leaders."""
-        for request in self._waiting:
+        for num_forks, request in enumerate(self._waiting):
             if not request.is_led:
                 return request, num_forks
-            num_forks += 1
-        return None, num_forks
+        return None, len(self._waiting)
 
     def _admit(self, request: Request, num_forks: int) -> bool:
         """Whether a waiting request can start now, after preempting what comes behind it."""

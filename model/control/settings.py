@@ -7,7 +7,7 @@
         def __post_init__(self) -> None:
             check_settings(self)
 
-Decides: what a declaration says, which values it allows, and how a wrong one is told. Flags
+Decides: what a declaration says, which values it allows, and the error for a wrong one. Flags
 (`model/cli/settings.py`), fields of files and of requests and the page of flags are made from what
 `settings_of` returns; `check_settings` is the check. A setting names those that it needs; what two
 settings may not mean together is said by the class that has both.

@@ -125,7 +125,7 @@ def check_accepted(
     sampled: Mapping[int, int],
     further: Mapping[int, Sequence[int]],
 ) -> None:
-    """Raise unless what is told was drawn behind drafts that held, and nothing behind an end."""
+    """Raise unless further tokens follow accepted drafts, and none follows a token that ends."""
     for request in requests if further else ():
         number = request.request_id
         tokens = [sampled[number], *further.get(number, ())][:-1]

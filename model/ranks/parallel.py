@@ -101,23 +101,16 @@ class Sums:
         dtype: of most sums; sums of another dtype are collectives.
         device: of the sums.
         ranks: the processes.
-        shared_bytes: the largest sum that one kernel computes on GPUs with shared memory access.
 
     Attributes:
         group: the name of the process group.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        ranks: Ranks,
-        shared_bytes: int = _SHARED_BYTES,
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
         self.group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
         scratch = self._scratch = torch.empty(0, dtype=dtype, device=device)
         if device.type == "cuda":
-            count = shared_bytes // max(1, ranks.size // 2) // dtype.itemsize
+            count = _SHARED_BYTES // max(1, ranks.size // 2) // dtype.itemsize
             try:
                 scratch = symmetric_memory.empty(count, dtype=dtype, device=device)
                 symmetric_memory.rendezvous(scratch, self.group)

@@ -92,7 +92,7 @@ class GrammarCompiler:
         self._known: dict[Grammar, _Work] = {}
         self._asking: dict[_Work, list[Future[Compiled]]] = {}  # while it is not done
         self._alive: WeakValueDictionary[Grammar, Compiled] = WeakValueDictionary()
-        self._lock = threading.RLock()  # a cancelled work is told of at once
+        self._lock = threading.RLock()  # a cancelled future calls back at once
         self._tokenizing = threading.Lock()
         self._threads = ThreadPoolExecutor(2, "grammar")
 

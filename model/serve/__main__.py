@@ -1,7 +1,7 @@
 """The server's command line: `python -m model.serve`.
 
 Decides: in which order a process starts. Its socket is open before anything slow is loaded, so that
-a port in use is told at once and a client is answered, by 503, while the model loads.
+a port in use is reported at once, and a client gets status 503 while the model loads.
 
 Does not know: how requests are answered.
 """

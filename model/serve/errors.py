@@ -37,7 +37,7 @@ _UNNAMED = "invalid_request_error"
 
 
 class ApiError(Exception):
-    """What a client is told in place of an answer.
+    """The body of an error response.
 
     Attributes:
         status: of HTTP.
@@ -81,7 +81,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
-    """What a client is told of an error of the runner.
+    """The response to an error of the engine.
 
     Args:
         error: as it was raised.

@@ -1,6 +1,6 @@
 """What routers are told of the cache: kvcore's publisher, beside the engine's steps.
 
-Decides: that an address that is in use is told before a model is loaded, in the words of its flag.
+Decides: that an address in use is reported before a model is loaded, by the name of its flag.
 
 Does not know: HTTP, clients, what a step is.
 """

@@ -145,7 +145,7 @@ class PoolFeed:
                 await asyncio.sleep(max(self._period_s, look.took_s * _SHARE))
         except NotServingError:
             pass  # they may come again
-        except Exception:  # noqa: BLE001  # it is told, and the server stands
+        except Exception:  # noqa: BLE001  # it is logged, and the server goes on
             _log.exception("the page failed; this is a bug in kvcore")
         self._watch = self._frames = self._looked_at = None
         for viewer in self._viewers:

@@ -36,7 +36,7 @@ def num_entries(asked: Submission, max_model_len: int) -> int:
 
 
 class LogprobsWriter:
-    """Writes what one request is told of its tokens.
+    """Writes the log-probabilities of one request.
 
     Args:
         decode: tokens to text.

@@ -1,4 +1,4 @@
-"""What Prometheus is told: vLLM's metrics, under `kvcore:` in place of `vllm:`.
+"""Metrics for Prometheus: vLLM's, under `kvcore:` in place of `vllm:`.
 
 Decides: which. What the engine counts itself is read when it is asked for, so that no step pays for
 it; times are noted on the loop, for all tokens of a step that waited equally long at once.
@@ -133,7 +133,7 @@ class _Times:
         self._total_s += value_s * count
 
     def family(self, name: str, says: str, model_name: str) -> HistogramMetricFamily:
-        """What Prometheus is told. O(buckets)."""
+        """The lines that Prometheus scrapes. O(buckets)."""
         told = HistogramMetricFamily(f"kvcore:{name}", says, labels=["model_name"])
         names = (*map(str, self._bounds), "+Inf")
         buckets = list(zip(names, accumulate(self._counts), strict=True))

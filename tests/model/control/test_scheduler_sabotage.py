@@ -52,8 +52,8 @@ class PreemptsTheFirst(Scheduler):
 
 
 class StartsTheLastFirst(Scheduler):
-    def _first_waiting(self, num_forks):
-        request, num_forks = super()._first_waiting(num_forks)
+    def _first_waiting(self):
+        request, num_forks = super()._first_waiting()
         return (request and self._waiting[-1]), num_forks
 
 
