@@ -20,7 +20,7 @@ from model.engine import Engine
 from model.trace import FORWARD, PHASES
 from tests.bench.allocator.ours import OurCache, begin_ahead, step_ahead
 from tests.bench.engine.networks import loader
-from tests.bench.measure import Row, spread
+from tests.bench.measure import Row, ran_ns, settled, spread
 
 HEADINGS = {"host": "The processor's time of a decode step; the network takes none."}
 _BLOCK_SIZE = 16
@@ -100,9 +100,10 @@ def _allocator_steps(lengths, steps, num_blocks):
     tables = StepTables(lambda rows, width: np.zeros((rows, width), dtype=np.int32))
     tables.update(seqs)
     times = []
-    for _ in range(steps):
-        begin = thread_time_ns()
-        step_ahead(kv, seqs, tokens)
-        tables.update(seqs)
-        times.append(thread_time_ns() - begin)
+    with settled():
+        for _ in range(steps):
+            begin = thread_time_ns()
+            step_ahead(kv, seqs, tokens)
+            tables.update(seqs)
+            times.append(ran_ns(begin))
     return times
