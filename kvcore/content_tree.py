@@ -92,7 +92,7 @@ class ContentTree:
         fifth compiled. Returns the last node; None: the match ends before.
         """
         size = self._key_bytes
-        cut = cutter(size, AT_ONCE)
+        cut = cutter(size)
         for start in range(0, (max_blocks - AT_ONCE + 1) * size, AT_ONCE * size):
             for content in cut.unpack_from(packed, start):
                 child = node.last_child

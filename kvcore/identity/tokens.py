@@ -92,20 +92,23 @@ def slices(packed: array[int], start: int, stop: int, width: int) -> list[bytes]
     if stop - start == width:
         return [data]
     size = width * BYTES_PER_TOKEN
-    many = AT_ONCE * size
-    rest = len(data) % many
+    at, many = 0, AT_ONCE * size
     found: list[bytes] = []
-    for at in range(0, len(data) - rest, many):
-        found += cutter(size, AT_ONCE).unpack_from(data, at)
-    if rest:
-        found += cutter(size, rest // size).unpack_from(data, len(data) - rest)
+    if many <= len(data):
+        cut = cutter(size)
+        while at + many <= len(data):
+            found += cut.unpack_from(data, at)
+            at += many
+    while at < len(data):
+        found.append(data[at : at + size])
+        at += size
     return found
 
 
 @cache
-def cutter(size: int, count: int) -> struct.Struct:
-    """Return what cuts `count` pieces at once, at a third of the price of a slice each."""
-    return struct.Struct(f"{size}s" * count)
+def cutter(size: int) -> struct.Struct:
+    """Return what cuts `AT_ONCE` pieces at once, at a third of the price of a slice each."""
+    return struct.Struct(f"{size}s" * AT_ONCE)
 
 
 def _uint32_view(tokens: Tokens, name: str) -> memoryview | None:
