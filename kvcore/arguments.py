@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import Final, Protocol, SupportsIndex, TypeVar
 
 from kvcore.errors import InvalidArgumentError
@@ -95,9 +94,6 @@ def as_list(name: str, values: Iterable[_Item]) -> list[_Item]:
     return list(values)
 
 
-_ONES = repeat(1)
-
-
 def as_counts(name: str, numbers: SupportsIndex | Sequence[SupportsIndex], count: int) -> list[int]:
     """Return numbers of a step as ints, or one number `count` times. O(count).
 
@@ -108,8 +104,11 @@ def as_counts(name: str, numbers: SupportsIndex | Sequence[SupportsIndex], count
         return [numbers] * count
     if not hasattr(numbers, "__iter__"):
         return [as_int(name, numbers, 0)] * count
-    if type(numbers) is list and len(numbers) == count and all(map(operator.is_, numbers, _ONES)):
-        return [1] * count  # in C: a decode step has hundreds
+    if type(numbers) is list and len(numbers) == count == [*map(type, numbers)].count(int):
+        # In C, because a step has hundreds. What is 1 everywhere needs no second look.
+        given: list[int] = numbers.copy()
+        if given.count(1) == count or (min(given) >= 0 and sum(given) <= MAX_COUNT):
+            return given
     found = [
         number if type(number) is int and 0 <= number <= MAX_COUNT else as_int(name, number, 0)
         for number in numbers

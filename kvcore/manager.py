@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import is_
 from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import (
@@ -990,8 +989,8 @@ class KVCacheManager:
             return
         try:
             ids = [seq.seq_id for seq in running]
-            are_known = all(map(is_, map(self.sequences.get, ids), running))
-        except (AttributeError, TypeError):
+            are_known = [*map(self.sequences.__getitem__, ids)] == running
+        except (AttributeError, KeyError, TypeError):
             ids, are_known = [], False
         if not are_known:
             for seq in running:

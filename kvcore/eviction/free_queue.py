@@ -113,7 +113,7 @@ class FreeQueue:
         """Return the first blocks, at most `count`; changes nothing. O(count)."""
         found: list[Block] = []
         block = self._head
-        for _ in range(min(count, self.length)):
+        for number in range(min(count, self.length)):  # noqa: B007  # compiled, `_` is an object
             block = block.next_free or block
             found.append(block)
         return found

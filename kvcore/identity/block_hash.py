@@ -76,7 +76,8 @@ def hashes_after(
         InvalidArgumentError: an unknown algorithm.
     """
     hashes: list[BlockHash] = []
-    if sys.byteorder == "big" or algorithm != "xxh3-128":
+    is_xxh3 = algorithm == "xxh3-128"
+    if sys.byteorder == "big" or not (is_xxh3 or algorithm == "sha256"):
         for content in contents:
             parent = digest(encode_block(parent, content, block_size), algorithm)
             hashes.append(BlockHash(parent))
@@ -84,7 +85,8 @@ def hashes_after(
     head = _BLOCK_MAGIC + struct.pack("<B", len(parent))
     size = struct.pack("<I", block_size)
     for content in contents:
-        parent = xxhash.xxh3_128_digest(head + parent + size + content)
+        data = head + parent + size + content
+        parent = xxhash.xxh3_128_digest(data) if is_xxh3 else hashlib.sha256(data).digest()
         hashes.append(BlockHash(parent))
     return hashes
 

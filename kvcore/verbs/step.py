@@ -14,7 +14,7 @@ already checked that the sequences are open, distinct and share one pool.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import final
+from typing import Any, final
 
 from kvcore.block import Block, BlockId
 from kvcore.eviction.retention import retention_terms
@@ -97,7 +97,8 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int, longest: int | Non
         is_due = full > table.num_published and key is not None
         if is_due and key is not None:
             contents = _contents(seq, table.num_published, full, table.block_size)
-            _publish(pool, seq, key, 0, full, contents)
+            blocks = table.blocks[table.num_published : full]
+            _publish(pool, seq, key, 0, blocks, contents)
             table.num_published = full
     seq.num_computed_tokens = computed
     seq.fast_decode_limit = 0
@@ -152,7 +153,7 @@ class Moves:
         expected: list[int],
         reserved: list[int] | None,
     ) -> None:
-        self.tokens = tokens
+        self.tokens: list[Any] = tokens  # compiled code would take each `int` out of its object
         self.known = known
         self.computed = computed
         self.expected = expected
@@ -301,7 +302,7 @@ def _others(seqs: list[KVSequence], moves: Moves, ahead: int) -> list[int]:
     return sorted(others)
 
 
-def _one_each(seqs: list[KVSequence], moves: Moves, others: list[int]) -> list[int]:
+def _one_each(seqs: list[KVSequence], moves: Moves, others: list[int]) -> list[Any]:
     """Return a token for each sequence that decodes, at its place; no other will be counted."""
     tokens = moves.tokens[:]
     for place in others:
@@ -398,7 +399,8 @@ class _Change:
         expected, reserved = moves.expected, moves.reserved
         lengths, dones, totals = self.lengths, self.dones, self.totals
         num_new = 0
-        for place, seq in zip(self.places, self.seqs, strict=True):
+        for index, seq in enumerate(self.seqs):  # compiled, a strict `zip` makes a tuple each
+            place = self.places[index]
             length = len(seq.packed)
             before = length + seq.num_unknown_tokens
             here = length + known[place]
@@ -455,7 +457,8 @@ class _Change:
         known, tokens = moves.known, moves.tokens
         are_plain = len(tokens) == len(known) == known.count(1)
         starts = known if are_plain else list(accumulate(known, initial=0))
-        for place, seq in zip(self.places, self.seqs, strict=True):
+        for index, seq in enumerate(self.seqs):
+            place = self.places[index]
             if are_plain:
                 seq.packed.append(tokens[place])
             elif known[place]:
@@ -505,9 +508,10 @@ class _Change:
                     if first != table.num_published or size != table.block_size:
                         first, size = table.num_published, table.block_size
                         contents = _contents(seq, first, full, size)
-                    published += table.blocks[first:full]
+                    blocks = table.blocks[first:full]
+                    published += blocks
                     self._settled.append((table, full))
-                    _publish(self.pool, seq, key, group, full, contents)
+                    _publish(self.pool, seq, key, group, blocks, contents)
                 if table.forgets:
                     kept = table.first_kept(settled)
                     if kept > table.num_null:
@@ -588,17 +592,22 @@ def _contents(seq: KVSequence, first: int, stop: int, size: int) -> list[bytes]:
 
 
 def _publish(
-    pool: BlockPool, seq: KVSequence, key: bytes, number: int, full: int, contents: list[bytes]
+    pool: BlockPool,
+    seq: KVSequence,
+    key: bytes,
+    number: int,
+    blocks: list[Block],
+    contents: list[bytes],
 ) -> None:
-    """Publish the unpublished ones of the first `full` blocks of a table. O(new)."""
+    """Publish the next blocks of a table that are not published. O(blocks)."""
     table = seq.tables[number]
     first, size = table.num_published, table.block_size
-    blocks = table.blocks[first:full]
     above = table.blocks[first - 1].node if first else None
     passing = b""
     if table.forgets and pool.is_uneven:
         hits = pool.common_size
-        passing = bytes([not serves(table.group, p, hits) for p in range(first, full)])
+        places = range(first, first + len(blocks))
+        passing = bytes([not serves(table.group, place, hits) for place in places])
     pool.attach(blocks, key, above, contents, number, passing)
     if seq.retention:
         for index, block in enumerate(blocks, first):

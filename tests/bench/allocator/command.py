@@ -27,7 +27,7 @@ HEADINGS = {
     "W12": "A busy step: requests decode, begin and end.",
     "W13": "An asynchronous decode step: it is scheduled before the tokens of the last are known.",
     "W14": "Calls that only kvcore has.",
-    "W15": "Work in bytecodes of kvcore, the same on every machine (Python build alone).",
+    "W15": "What windows add to a step of kvcore: in time, and in bytecodes (Python build).",
 }
 _CASES = dict(
     zip(HEADINGS, (w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15), strict=True)
@@ -48,17 +48,20 @@ def rows(options):
             yield from [case] if isinstance(case, Row) else measure(case)
 
 
-def summary(found, *, quick):
+def summary(rows, *, quick):
     """A few lines: what a call costs here, and what is faster and slower than beside each peer."""
     yield "In short:"
-    ours = [row for row in found if row.subject == "kvcore"]
-    for group, what in (
-        ("W1", "take and free a block"),
-        ("W3", "a block of a request's life, new or cached"),
-        ("W4", "decode, a request and step"),
-        ("W13", "decode asynchronously, a request and step"),
+    ours = [row for row in rows if row.subject == "kvcore"]
+    for group, what, least, most in (
+        ("W1", "take and free a block", 0, 1),
+        ("W3", "a request's life, a block, nothing cached", 0, 0),
+        ("W3", "the same, all blocks cached", 0.75, 1),
+        ("W4", "decode, a request and step", 0, 1),
+        ("W13", "decode asynchronously, a request and step", 0, 1),
+        ("W12", "a busy step, a request", 0, 1),
     ):
-        each = [row.cost.median / row.per[0] for row in ours if row.group == group and row.per]
+        found = [row for row in ours if row.group == group and least <= (row.hit_rate or 0) <= most]
+        each = [row.cost.median / row.per[0] for row in found]
         if each:
             low, high = shown(min(each), "ns"), shown(max(each), "ns")
             yield f"  {what}: {low if low == high else f'{low} to {high}'}"

@@ -1,4 +1,4 @@
-"""Calls of kvcore that no other allocator has (W14), and what a step costs in bytecodes (W15)."""
+"""Calls that only kvcore has (W14), and what sliding windows add to a decode step (W15)."""
 
 import random
 import sys
@@ -12,10 +12,12 @@ from tests.bench.allocator.ours import OurCache
 from tests.bench.allocator.peers import able
 from tests.bench.allocator.prompts import random_tokens
 from tests.bench.allocator.requests import BLOCK_SIZE
-from tests.bench.measure import Case, Round, Row, Spread, ran_ns
+from tests.bench.measure import Case, Round, Row, Spread, Subject, ran_ns
 from tests.bench.report import build
 
 _HOME = str(Path(kvcore.__file__).parent)
+_STEPS = {"step": "`decode_step`", "ahead": "an asynchronous step"}
+_WINDOWS = {"no window": (), "1 window": (1024,), "2 windows": (512, 1024)}
 
 
 def w14(subjects, *, quick):
@@ -56,11 +58,12 @@ def w14(subjects, *, quick):
         )
 
 
-def _decoding(count, length, num_steps):
+def _decoding(count, length, num_steps, **options):
     """Return a cache, and its requests after a step; a step moves one of 16 to another block."""
     rng = random.Random(14)
     entries = (length + num_steps) // BLOCK_SIZE + 2
-    cache = OurCache(count * entries + 1, BLOCK_SIZE)
+    num_groups = 1 + len(options.get("windows", ()))
+    cache = OurCache(count * entries * num_groups + 1, BLOCK_SIZE, **options)
     seqs = [cache.start(random_tokens(rng, length - row % BLOCK_SIZE)) for row in range(count)]
     cache.decode(seqs, [1] * count)
     return cache, seqs, entries
@@ -136,35 +139,51 @@ def _planning(leases):
 
 
 def w15(subjects, *, quick):
-    """Yield rows: bytecodes of kvcore, which are the same on every machine; not compiled."""
+    """Time of steps with and without windows; then rows of bytecodes, if kvcore is not compiled."""
+    rounds = 2 if quick else 7
+    for how, name in _STEPS.items():
+        yield Case(
+            group="W15",
+            name=f"256 requests decode by {name}: full attention alone, and windows beside it.",
+            runs=[
+                (Subject(label, None, is_ours=not windows), _stepping(how, windows, rounds))
+                for label, windows in _WINDOWS.items()
+            ],
+            rounds=rounds,
+            per=(256, "request-step"),
+        )
     if build() == "compiled":
         return
     count = 64
-    for how, name in (("step", "`decode_step`"), ("ahead", "an asynchronous step")):
+    for how, name in _STEPS.items():
         alone = 0
-        for windows in ((), (1024,), (512, 1024)):
-            cache = OurCache(40_000, BLOCK_SIZE, windows=windows, how=how)
-            rng = random.Random(17)
-            seqs = [cache.start(random_tokens(rng, 1280 + index)) for index in range(count)]
-            cache.decode(seqs, [1] * count)
-
-            def steps(cache=cache, seqs=seqs):
-                for _ in range(BLOCK_SIZE):
-                    cache.decode(seqs, [1] * count)
-
-            steps()
-            found = codes_run(steps) / BLOCK_SIZE
+        for label, windows in _WINDOWS.items():
+            step = _stepping(how, windows, 1, count)
+            step()
+            found = codes_run(step) / BLOCK_SIZE
             alone = alone or found
-            what = f"{len(windows) or 'no'} window{'s' * (len(windows) != 1)} beside"
             yield Row(
                 group="W15",
-                case=f"{count} requests decode by {name}, {what} full attention.",
+                case=f"{count} requests decode by {name}, {label} beside full attention.",
                 subject="kvcore",
                 unit="bytecodes",
                 cost=Spread(found, found, found),
                 per=(count, "request-step"),
                 rates={"times full attention alone": found / alone} if windows else {},
             )
+
+
+def _stepping(how, windows, rounds, count=256):
+    cache, seqs, _ = _decoding(count, 1296, BLOCK_SIZE * (rounds + 2), windows=windows, how=how)
+    tokens = [1] * count
+
+    def measure():
+        begin = thread_time_ns()
+        for _ in repeat(None, BLOCK_SIZE):
+            cache.decode(seqs, tokens)
+        return Round(ran_ns(begin) / BLOCK_SIZE)
+
+    return measure
 
 
 def codes_run(call, *args):

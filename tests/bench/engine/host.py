@@ -2,15 +2,17 @@
 
 Every phase of a step of the real engine but `forward`, with a network so small that it takes no
 time, all requests decoding; and the allocator's share: `step_ahead` and `StepTables` for as many
-sequences. Lengths are spread, so in every step one sequence in 16 takes a block.
+sequences. Lengths are spread, so in every step one sequence in 16 takes a block. Before that, all
+requests are admitted, and what the scheduler then asks the allocator is counted.
 """
 
+import sys
 from functools import partial
 from time import thread_time_ns
 
 import numpy as np
 
-import kvcore
+from kvcore import KVCacheManager, StepTables
 from model.cli.start import start
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
@@ -18,10 +20,11 @@ from model.control.step import FORWARD, PHASES
 from model.engine import Engine
 from tests.bench.allocator.ours import OurCache, begin_ahead, step_ahead
 from tests.bench.engine.networks import loader
-from tests.bench.measure import Row, spread
+from tests.bench.measure import Row, ran_ns, settled, spread
 
 HEADINGS = {"host": "The processor's time of a decode step; the network takes none."}
 _BLOCK_SIZE = 16
+_QUESTIONS = ("plan", "can_reserve", "num_missing_blocks", "num_exclusive_blocks")
 
 
 def add_flags(parser):
@@ -34,7 +37,7 @@ def rows(options):
     lengths = [64 + number % _BLOCK_SIZE for number in range(count)]
     num_blocks = 1 + count * ((80 + 2 * steps + count) // _BLOCK_SIZE + 2)
     row = partial(Row, "host", unit="ns", per=(count, "request-step"))
-    records = _engine_steps(lengths, steps, num_blocks)
+    records, asked = _engine_steps(lengths, steps, num_blocks)
     phases = {name: [] for name in PHASES if name != FORWARD}
     for record in records:
         for name, begin, end in record.phases():
@@ -44,12 +47,14 @@ def rows(options):
         yield row(case=f"The phase `{name}`.", subject="engine", cost=spread(times))
     together = list(map(sum, zip(*phases.values(), strict=True)))
     yield row(case="All phases but the network.", subject="engine", cost=spread(together))
+    case = f"Questions of the scheduler to the allocator while {count} requests start."
+    yield row(case=case, subject="engine", cost=spread([asked]), unit="calls", per=(count, "start"))
     times = _allocator_steps(lengths, steps, num_blocks)
     yield row(case="The allocator alone, for such a step.", subject="kvcore", cost=spread(times))
 
 
 def _engine_steps(lengths, steps, num_blocks):
-    """The records of the steps in which all requests decode."""
+    """The records of the steps in which all requests decode; the questions until then."""
     model, backend = start("nothing", "auto", "float32", load=loader("nothing"))
     count = len(lengths)
     config = EngineConfig(
@@ -64,14 +69,26 @@ def _engine_steps(lengths, steps, num_blocks):
         engine.add_request([number % 256, number // 256, *[0] * (length - 2)], terms)
         for number, length in enumerate(lengths)
     ]
+    asked = 0
+    codes = {getattr(getattr(KVCacheManager, name), "__code__", None) for name in _QUESTIONS}
+
+    def count_calls(frame, event, arg):
+        nonlocal asked
+        if event == "call":
+            asked += frame.f_code in codes
+        elif event == "c_call" and isinstance(getattr(arg, "__self__", None), KVCacheManager):
+            asked += arg.__name__ in _QUESTIONS  # compiled
+
+    sys.setprofile(count_calls)
     while any(request.num_output_tokens == 0 for request in requests):
         engine.step()
+    sys.setprofile(None)
     recorder = engine.record()
     for _ in range(steps):
         engine.step()
     for request in requests:
         engine.abort(request)
-    return [record for record in recorder.steps if record.num_decode_tokens == count]
+    return [one for one in recorder.steps if one.num_decode_tokens == count], asked
 
 
 def _allocator_steps(lengths, steps, num_blocks):
@@ -80,12 +97,13 @@ def _allocator_steps(lengths, steps, num_blocks):
     seqs = [cache.start([number, *[0] * (length - 1)]) for number, length in enumerate(lengths)]
     tokens = [1] * len(seqs)
     begin_ahead(kv, seqs, tokens)
-    tables = kvcore.StepTables(lambda rows, width: np.zeros((rows, width), dtype=np.int32))
+    tables = StepTables(lambda rows, width: np.zeros((rows, width), dtype=np.int32))
     tables.update(seqs)
     times = []
-    for _ in range(steps):
-        begin = thread_time_ns()
-        step_ahead(kv, seqs, tokens)
-        tables.update(seqs)
-        times.append(thread_time_ns() - begin)
+    with settled():
+        for _ in range(steps):
+            begin = thread_time_ns()
+            step_ahead(kv, seqs, tokens)
+            tables.update(seqs)
+            times.append(ran_ns(begin))
     return times
