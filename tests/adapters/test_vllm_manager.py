@@ -11,21 +11,39 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore.adapters.vllm import manager as vllm_manager
 from kvcore.adapters.vllm.manager import Manager, Manager022
-from tests.adapters.vllm_world import CHUNKS, PLAIN, WINDOWS, Request, World, manager_of
+from kvcore.adapters.vllm.states import StateManager
+from tests.adapters.vllm_world import (
+    CHUNKS,
+    DENSE,
+    PIECES,
+    PLAIN,
+    STATES,
+    WINDOWS,
+    Request,
+    World,
+    manager_of,
+)
 from tests.adapters.vllm_world import settings as settings_of
 
 GROUPS = {"plain": PLAIN, "windows": WINDOWS, "chunks": CHUNKS}
+HYBRIDS = {"states": STATES, "pieces": PIECES, "dense": DENSE}
 
 
 def live(dice, groups, kind=Manager, num_steps=60):
     """Let a random crowd of requests live over few blocks, and check what they read."""
     num_blocks = dice.choice([24, 30, 60])
-    manager = manager_of(groups, num_blocks, kind, event_hashes="sha256", keep_fresh=True)
+    has_states = isinstance(groups[-1], kvcore.RecurrentState)
+    recompute = 0 if has_states or kind is Manager022 else dice.choice([0, 0, 1, 3])
+    manager = manager_of(
+        groups, num_blocks, kind, event_hashes="sha256", keep_fresh=True, recompute=recompute,
+        enable_caching=not has_states or dice.random() < 0.9,
+    )  # fmt: skip
     ahead = dice.random() < 0.5
     world = World(
         manager, ahead=ahead, budget=dice.choice([5, 16, 40]),
         defers=kind is not Manager022 and dice.random() < 0.3,
-        num_drafts=0 if ahead else dice.choice([0, 2, 5]), looks_twice=dice.random() < 0.3,
+        num_drafts=0 if ahead or has_states else dice.choice([0, 2, 5]),
+        looks_twice=dice.random() < 0.3, recompute=recompute,
     )  # fmt: skip
     manager.kv.events.max_hashes = dice.choice([2, 20, 10_000])
     told = set()
@@ -79,6 +97,13 @@ def fold(events, told):
 @given(dice=st.randoms(use_true_random=False), kind=st.sampled_from([Manager, Manager022]))
 def test_every_request_reads_what_its_own_tokens_have_written(groups, dice, kind):
     live(dice, groups, kind)
+
+
+@pytest.mark.parametrize("groups", HYBRIDS.values(), ids=HYBRIDS)
+@settings(max_examples=30)
+@given(dice=st.randoms(use_true_random=False))
+def test_every_step_begins_with_the_state_of_the_requests_own_tokens(groups, dice):
+    live(dice, groups)
 
 
 def test_prefixes_are_hit_and_requests_give_way_in_such_lives():

@@ -27,6 +27,7 @@ import kvcore
 ROOT = Path(__file__).parents[2]
 SHARED = 8
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+MADE = ("windows", "lfm2", "qwen3-next")
 TENANTS = (None, "red", "blue", "green")
 
 
@@ -72,6 +73,39 @@ def make_windows(folder):
     made.save_pretrained(folder)
 
 
+def make_hybrid(folder, kind):
+    """Write a network of random weights of which some layers keep a recurrent state."""
+    import torch
+    import transformers
+
+    shape = {
+        "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024,
+        "dtype": "float32", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    if kind == "lfm2":
+        config = transformers.Lfm2Config(
+            **shape, num_hidden_layers=6, conv_L_cache=3, block_auto_adjust_ff_dim=False,
+            layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+        )  # fmt: skip
+        made = transformers.Lfm2ForCausalLM(config)
+    else:
+        config = transformers.Qwen3NextConfig(
+            **shape, num_hidden_layers=4, head_dim=32, linear_num_value_heads=4,
+            linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32,
+            linear_conv_kernel_dim=4, num_experts=0, decoder_sparse_step=1,
+            mlp_only_layers=[0, 1, 2, 3], moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        )  # fmt: skip
+        made = transformers.Qwen3NextForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    made.save_pretrained(folder)
+
+
 def make_adapter(folder, seed):
     """Write a LoRA adapter of random weights for the tiny model."""
     import torch
@@ -110,7 +144,7 @@ def serve(options):
 
     Scheduler.schedule = timed
     has_adapters = options.network == "lora"
-    model = options.folder if options.network == "windows" else ROOT / "model" / "tiny"
+    model = options.folder if options.network in MADE else ROOT / "model" / "tiny"
     llm = LLM(
         str(model), dtype="float32", block_size=32, enforce_eager=True,
         num_gpu_blocks_override=options.blocks, max_num_seqs=64, max_num_batched_tokens=512,
@@ -179,7 +213,7 @@ def main():
     made.add_argument("--rounds", type=int, default=1)
     made.add_argument("--ahead", action="store_true", help="vLLM's asynchronous scheduling")
     made.add_argument("--drafts", action="store_true", help="drafts by n-gram")
-    made.add_argument("--network", default="tiny", choices=["tiny", "lora", "windows"])
+    made.add_argument("--network", default="tiny", choices=["tiny", "lora", *MADE])
     made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()
@@ -194,6 +228,8 @@ def compare(options, folder):
     """Run both sides in turns; return whether their tokens differ."""
     if options.network == "windows":
         make_windows(folder)
+    elif options.network in MADE:
+        make_hybrid(folder, options.network)
     elif options.network == "lora":
         make_adapter(folder / "a1", 1)
         make_adapter(folder / "a2", 2)
