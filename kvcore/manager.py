@@ -446,9 +446,8 @@ class KVCacheManager:
         sequence goes on as before; if it is cut, it may resume at an earlier position. O(pieces).
 
         Returns:
-            The number of blocks that this frees: fewer than a state has where others hold it too.
-            Nothing is released, and 0 returned, if the sequence keeps no such state, or if that is
-            also the one that the next step reads: `reserve` gives that up by itself.
+            The number of blocks that this frees: 0 if the sequence keeps no such state, or if the
+            next step reads it, which then writes over it and needs no blocks for another.
         """
         self._check_open(seq)
         return states.drop_kept(self.pool, seq)

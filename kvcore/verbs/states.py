@@ -164,10 +164,11 @@ def publish_kept(pool: BlockPool, seq: KVSequence) -> list[Block]:
 def drop_kept(pool: BlockPool, seq: KVSequence) -> int:
     """Release the state that a sequence has kept; return the blocks that this frees. O(pieces)."""
     table = seq.state
-    if table is None or not table.kept or table.kept is table.read:
+    if table is None or not table.kept:
         return 0
     free = pool.num_free_blocks
-    pool.give_back(table.kept)
+    if table.kept is not table.read:
+        pool.give_back(table.kept)
     table.kept, table.kept_at = [], 0
     seq.num_reserved_tokens = seq.next_boundary = seq.fast_decode_limit = 0
     return pool.num_free_blocks - free

@@ -11,7 +11,8 @@ Invariants: what a step reads at a boundary and does not write stays held until 
 since the worker copies states of the whole batch before it computes any. A state that is written in
 a step is hit only from the next step on, for the same reason. Tokens count as computed when their
 step is scheduled; a token that is sampled later is an expected one until then. A state that a
-request keeps only for its end is dropped before any request has to wait or give way for it.
+request keeps only for its end is dropped before anything that can be hit is evicted for it, and
+before any request has to wait or give way.
 """
 
 from __future__ import annotations
@@ -73,6 +74,17 @@ class StateManager(Manager):
         if super()._make_room():
             return True
         return any(self.kv.drop_kept_state(seq) for seq in reversed(self._running.values()))
+
+    def _grow(self, seq: KVSequence, room: int, spare: int) -> Blocks | None:
+        state, kv = _state_of(seq), self.kv
+        need = kv.num_missing_blocks(seq, max(0, room - seq.num_computed_tokens))
+        if state.kept and state.kept is state.read and not state.write:
+            need += state.group.num_blocks  # the next state leaves this one as it is
+        if need > kv.pool.num_empty_blocks:
+            kv.drop_kept_state(seq)
+            for other in self._running.values():
+                kv.drop_kept_state(other)
+        return super()._grow(seq, room, spare)
 
     def _go_on(
         self, seq: KVSequence, request: Request, num_tokens: int, num_lookahead: int, spare: int
