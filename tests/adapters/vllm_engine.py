@@ -27,7 +27,7 @@ import kvcore
 ROOT = Path(__file__).parents[2]
 SHARED = 8
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-MADE = ("windows", "lfm2", "qwen3-next")
+MADE = ("windows", "lfm2", "granite")
 TENANTS = (None, "red", "blue", "green")
 
 
@@ -84,21 +84,21 @@ def make_hybrid(folder, kind):
         "dtype": "float32", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    if kind == "lfm2":
+    if kind == "lfm2":  # short convolutions
         config = transformers.Lfm2Config(
-            **shape, num_hidden_layers=6, conv_L_cache=3, block_auto_adjust_ff_dim=False,
+            **shape, num_hidden_layers=6, conv_L_cache=3, conv_dim=64, block_dim=64,
+            block_auto_adjust_ff_dim=False,
             layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
         )  # fmt: skip
         made = transformers.Lfm2ForCausalLM(config)
-    else:
-        config = transformers.Qwen3NextConfig(
-            **shape, num_hidden_layers=4, head_dim=32, linear_num_value_heads=4,
-            linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32,
-            linear_conv_kernel_dim=4, num_experts=0, decoder_sparse_step=1,
-            mlp_only_layers=[0, 1, 2, 3], moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
+    else:  # Mamba2
+        config = transformers.GraniteMoeHybridConfig(
+            **shape, num_hidden_layers=4, layer_types=["mamba", "mamba", "attention", "mamba"],
+            num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=128,
+            mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16, mamba_d_conv=4,
+            mamba_expand=2, mamba_chunk_size=32, position_embedding_type="rope",
         )  # fmt: skip
-        made = transformers.Qwen3NextForCausalLM(config)
+        made = transformers.GraniteMoeHybridForCausalLM(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         if parameter.dim() > 1:
