@@ -317,7 +317,6 @@ def config(*specs, blocks=50):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"use_eagle": True}, "EAGLE"),
         ({"num_prefill_lookahead": 2}, "MTP"),
         ({"dcp_world_size": 2}, "context parallelism"),
     ],
@@ -364,7 +363,7 @@ def test_events_say_what_vllms_say():
     kv.commit(seq, 4)
     kv.close(seq)
     kv.reset()
-    speller = Speller([("full_attention", None)])
+    speller = Speller([[(0, "full_attention", None)]])
     stored, cleared = speller(kv.events.take())
     (lost,) = speller([kvcore.EventsLost(9)])
     assert (stored.token_ids, stored.block_size, stored.parent_block_hash) == (

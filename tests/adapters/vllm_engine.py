@@ -27,7 +27,7 @@ import kvcore
 ROOT = Path(__file__).parents[2]
 SHARED = 8
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-MADE = ("windows", "lfm2", "granite")
+MADE = ("windows", "lfm2", "jamba", "qwen3-next")
 TENANTS = (None, "red", "blue", "green")
 
 
@@ -91,14 +91,21 @@ def make_hybrid(folder, kind):
             layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
         )  # fmt: skip
         made = transformers.Lfm2ForCausalLM(config)
-    else:  # Mamba2
-        config = transformers.GraniteMoeHybridConfig(
-            **shape, num_hidden_layers=4, layer_types=["mamba", "mamba", "attention", "mamba"],
-            num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=128,
-            mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16, mamba_d_conv=4,
-            mamba_expand=2, mamba_chunk_size=32, position_embedding_type="rope",
+    elif kind == "jamba":  # Mamba
+        config = transformers.JambaConfig(
+            **shape, num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, num_experts=1,
+            num_experts_per_tok=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8,
+            mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, use_mamba_kernels=False,
         )  # fmt: skip
-        made = transformers.GraniteMoeHybridForCausalLM(config)
+        made = transformers.JambaForCausalLM(config)
+    else:  # gated delta nets
+        config = transformers.Qwen3NextConfig(
+            **shape, num_hidden_layers=4, head_dim=32, linear_num_value_heads=4,
+            linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32,
+            linear_conv_kernel_dim=4, num_experts=0, num_experts_per_tok=0,
+            mlp_only_layers=[0, 1, 2, 3],
+        )  # fmt: skip
+        made = transformers.Qwen3NextForCausalLM(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         if parameter.dim() > 1:
@@ -146,10 +153,11 @@ def serve(options):
     has_adapters = options.network == "lora"
     model = options.folder if options.network in MADE else ROOT / "model" / "tiny"
     llm = LLM(
-        str(model), dtype="float32", block_size=32, enforce_eager=True,
+        str(model), dtype=options.dtype, block_size=32, enforce_eager=True,
         num_gpu_blocks_override=options.blocks, max_num_seqs=64, max_num_batched_tokens=512,
         max_model_len=1024, disable_log_stats=False,
         gpu_memory_utilization=0.2, async_scheduling=options.ahead, seed=0,
+        enable_prefix_caching=not options.uncached,
         speculative_config=NGRAM if options.drafts else None,
         skip_tokenizer_init=True, enable_lora=has_adapters, max_loras=3 if has_adapters else 1,
     )  # fmt: skip
@@ -188,6 +196,8 @@ def run(side, blocks, options, folder):
     """Run one side in a process of its own, and return what it has printed."""
     arguments = ["--serve", "--blocks", str(blocks), "--requests", str(options.requests)]
     arguments += ["--network", options.network, "--folder", str(folder)]
+    arguments += ["--dtype", options.dtype]
+    arguments += ["--uncached"] if options.uncached else []
     arguments += ["--ahead"] if options.ahead else []
     arguments += ["--drafts"] if options.drafts else []
     done = subprocess.run(
@@ -212,6 +222,8 @@ def main():
     made.add_argument("--requests", type=int, default=240)
     made.add_argument("--rounds", type=int, default=1)
     made.add_argument("--ahead", action="store_true", help="vLLM's asynchronous scheduling")
+    made.add_argument("--uncached", action="store_true", help="without prefix caching")
+    made.add_argument("--dtype", default="float32", help="the CPU's gated delta nets: bfloat16")
     made.add_argument("--drafts", action="store_true", help="drafts by n-gram")
     made.add_argument("--network", default="tiny", choices=["tiny", "lora", *MADE])
     made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
