@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore.adapters.vllm import manager as vllm_manager
 from kvcore.adapters.vllm.manager import Manager, Manager022
-from kvcore.adapters.vllm.states import StateManager
 from tests.adapters.vllm_world import (
     CHUNKS,
     DENSE,

@@ -27,7 +27,7 @@ import kvcore
 ROOT = Path(__file__).parents[2]
 SHARED = 8
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-MADE = ("windows", "lfm2", "jamba", "qwen3-next")
+MADE = ("windows", "lfm2", "qwen3-next")
 TENANTS = (None, "red", "blue", "green")
 
 
@@ -91,13 +91,6 @@ def make_hybrid(folder, kind):
             layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
         )  # fmt: skip
         made = transformers.Lfm2ForCausalLM(config)
-    elif kind == "jamba":  # Mamba
-        config = transformers.JambaConfig(
-            **shape, num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2, num_experts=1,
-            num_experts_per_tok=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8,
-            mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, use_mamba_kernels=False,
-        )  # fmt: skip
-        made = transformers.JambaForCausalLM(config)
     else:  # gated delta nets
         config = transformers.Qwen3NextConfig(
             **shape, num_hidden_layers=4, head_dim=32, linear_num_value_heads=4,
@@ -111,6 +104,35 @@ def make_hybrid(folder, kind):
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     made.save_pretrained(folder)
+
+
+def make_eagle(folder):
+    """Write an EAGLE draft model of random weights for the tiny model."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "fc": (192, 384), "self_attn.q_proj": (256, 192), "self_attn.k_proj": (128, 192),
+        "self_attn.v_proj": (128, 192), "self_attn.o_proj": (192, 256),
+        "mlp.gate_proj": (384, 192), "mlp.up_proj": (384, 192), "mlp.down_proj": (192, 384),
+    }  # fmt: skip
+    weights = {
+        f"{'' if name == 'fc' else 'layers.0.'}{name}.weight":
+            torch.randn(shape, generator=generator) * 0.1
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(192)
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    tiny = json.loads((ROOT / "model" / "tiny" / "config.json").read_text())
+    kept = ("hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "head_dim")
+    told = {name: tiny[name] for name in kept} | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384,
+        "hidden_act": "silu", "tie_word_embeddings": True, "dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(told))
 
 
 def make_adapter(folder, seed):
@@ -131,6 +153,16 @@ def make_adapter(folder, seed):
     told = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
             "target_modules": ["q_proj", "v_proj"]}  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(told))
+
+
+def drafts_of(options):
+    if options.drafts == "eagle":
+        return {
+            "method": "eagle",
+            "model": str(options.folder / "eagle"),
+            "num_speculative_tokens": 3,
+        }
+    return NGRAM if options.drafts else None
 
 
 def serve(options):
@@ -158,7 +190,7 @@ def serve(options):
         max_model_len=1024, disable_log_stats=False,
         gpu_memory_utilization=0.2, async_scheduling=options.ahead, seed=0,
         enable_prefix_caching=not options.uncached,
-        speculative_config=NGRAM if options.drafts else None,
+        speculative_config=drafts_of(options),
         skip_tokenizer_init=True, enable_lora=has_adapters, max_loras=3 if has_adapters else 1,
     )  # fmt: skip
     adapters = [None]
@@ -199,7 +231,7 @@ def run(side, blocks, options, folder):
     arguments += ["--dtype", options.dtype]
     arguments += ["--uncached"] if options.uncached else []
     arguments += ["--ahead"] if options.ahead else []
-    arguments += ["--drafts"] if options.drafts else []
+    arguments += ["--drafts", options.drafts] if options.drafts else []
     done = subprocess.run(
         [sys.executable, "-m", "tests.adapters.vllm_engine", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
@@ -224,7 +256,7 @@ def main():
     made.add_argument("--ahead", action="store_true", help="vLLM's asynchronous scheduling")
     made.add_argument("--uncached", action="store_true", help="without prefix caching")
     made.add_argument("--dtype", default="float32", help="the CPU's gated delta nets: bfloat16")
-    made.add_argument("--drafts", action="store_true", help="drafts by n-gram")
+    made.add_argument("--drafts", nargs="?", const="ngram", choices=["ngram", "eagle"])
     made.add_argument("--network", default="tiny", choices=["tiny", "lora", *MADE])
     made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -245,6 +277,8 @@ def compare(options, folder):
     elif options.network == "lora":
         make_adapter(folder / "a1", 1)
         make_adapter(folder / "a2", 2)
+    if options.drafts == "eagle":
+        make_eagle(folder / "eagle")
     differ = False
     for blocks in options.blocks:
         found = {}

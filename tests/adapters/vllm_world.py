@@ -2,8 +2,9 @@
 
 It makes the calls that vLLM's scheduler makes, in their order (`test_vllm_plugin.py` compares them
 where vLLM is installed); a step copies recurrent states to the columns where it ends and writes
-them there, writes the KV of its tokens and then reads all that its queries see. What is read must be what the request's own tokens give: a block that is another's, not
-written, or written over, is found there. No vLLM is needed.
+them there, writes the KV of its tokens and then reads all that its queries see. What is read must
+be what the request's own tokens give: a block that is another's, not written, or written over, is
+found there. No vLLM is needed.
 
 After each pass the manager's word is taken too: which blocks it names as fresh, and how much of
 what runs others can hit.
@@ -292,18 +293,14 @@ class World:
         groups = self.groups
         self.move_states(step)
         for one, count, (start, tables) in step:
-            drafts = iter(one.drafts)
-            while one.num_tokens < start + count:  # a draft, or what the device has sampled already
-                one.all_token_ids.append(next(drafts, sampled(one, one.num_tokens)))
-                one.unread = getattr(one, "unread", 0) + 1
+            self.foresee(one, start + count)
             for number, group in enumerate(groups):
                 for position in range(start, start + count):
                     place = slot(group, tables[number], position)
                     self.memory[number, place] = one.value(position)
                     self.content[place // group.block_size] = number
-            self.draft(one, start, count)
-        for one, count, (start, tables) in step:
             self.write_state(one, start, count, tables)
+            self.draft(one, start, count)
         for one, count, (start, tables) in step:
             for number, group in enumerate(groups):
                 for position in range(start, start + count):
@@ -319,6 +316,14 @@ class World:
                 del one.all_token_ids[-unread:]
                 one.unread = 0
         return seen_there
+
+    @staticmethod
+    def foresee(one, length):
+        """Give a request the tokens that a step has beyond the known ones, until it is over."""
+        drafts = iter(one.drafts)
+        while one.num_tokens < length:  # a draft, or what the device has sampled already
+            one.all_token_ids.append(next(drafts, sampled(one, one.num_tokens)))
+            one.unread = getattr(one, "unread", 0) + 1
 
     def move_states(self, step):
         """Copy states to the columns where the step ends, all of them before anything else."""

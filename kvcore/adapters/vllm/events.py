@@ -1,8 +1,9 @@
 """kvcore's events as vLLM's: what its publisher sends to routers and stores.
 
 One event of kvcore is one of vLLM's, or one for each group that has a piece of a state. A name is
-spelled as vLLM spells its hashes (the low 64 bits, or all bytes, as `VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES` says). `extra_keys` are those of vLLM: the
-adapter, `(identifier, offset)` of what is not tokens, the salt in a prompt's first block.
+spelled as vLLM spells its hashes (the low 64 bits, or all bytes, as
+`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES` says). `extra_keys` are those of vLLM: the adapter,
+`(identifier, offset)` of what is not tokens, the salt in a prompt's first block.
 """
 
 from __future__ import annotations
