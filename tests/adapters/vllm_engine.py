@@ -95,8 +95,9 @@ def make_hybrid(folder, kind):
         config = transformers.Qwen3NextConfig(
             **shape, num_hidden_layers=4, head_dim=32, linear_num_value_heads=4,
             linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32,
-            linear_conv_kernel_dim=4, num_experts=0, num_experts_per_tok=0,
-            mlp_only_layers=[0, 1, 2, 3],
+            linear_conv_kernel_dim=4, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1,
+            mlp_only_layers=[0, 1, 2], moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
         )  # fmt: skip
         made = transformers.Qwen3NextForCausalLM(config)
     generator = torch.Generator().manual_seed(0)
