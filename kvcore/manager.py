@@ -45,13 +45,13 @@ from kvcore.identity.namespace import DEFAULT_NAMESPACE, Namespace
 from kvcore.identity.tokens import MAX_TOKEN, Tokens, pack
 from kvcore.lease import Lease, LeaseBook
 from kvcore.pool import BlockPool
-from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
+from kvcore.reports import CopyOrder, Growth, LookUps, Plan, ResetReport, Stats
 from kvcore.sequence import KVSequence, check_all_known, check_expected, check_length
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.groups import LayerGroup, attention_groups, resolve_groups
 from kvcore.tables.state_table import StateTable, new_states
 from kvcore.verbs import load as loading
-from kvcore.verbs import rewind, share
+from kvcore.verbs import rewind, share, states
 from kvcore.verbs import step as forward
 from kvcore.verbs.peaks import blocks_still_taken
 from kvcore.verbs.write import write_rows
@@ -121,10 +121,7 @@ class KVCacheManager:
         self._no_growth: tuple[tuple[BlockId, ...], ...] = ((),) * len(sizes)
         self._last_step: list[KVSequence] = []
         self._next_seq_id = 0
-        self._num_queried_tokens = 0
-        self._num_hit_tokens = 0
-        self._num_resumed_tokens = 0
-        self._num_resumed_hit_tokens = 0
+        self._look_ups = LookUps()
 
     @property
     def num_blocks(self) -> int:
@@ -154,6 +151,7 @@ class KVCacheManager:
         items: Sequence[MultimodalItem] = (),
         retain: Sequence[Retention] = (),
         boundaries: Sequence[SupportsIndex] = (),
+        recompute: SupportsIndex = 0,
         resumed: Flag = False,
         skip_reading: Flag = False,
     ) -> KVSequence:
@@ -170,6 +168,10 @@ class KVCacheManager:
             boundaries: positions at which recurrent states are to be published, such as the start
                 of a conversation's last turn, rounded down to block boundaries. The end of the
                 prompt and the end of its cached KV are always included.
+            recompute: the number of last tokens of the cached prefix that are not hits, as their KV
+                may be that of other tokens: a draft model of EAGLE's kind, or MTP, computes the KV
+                of a token from the next one or more, so a prefix can be hit only where these are
+                found too.
             resumed: the request was preempted before; the statistics count it separately.
             skip_reading: compute all tokens without a look-up. Other sequences can hit its blocks,
                 and the statistics do not count it.
@@ -186,18 +188,16 @@ class KVCacheManager:
             key = None
         retention = check_retention(retain) if retain else ()
         ends = [as_int("boundaries", end, 0) for end in as_list("boundaries", boundaries)]
+        again = as_int("recompute", recompute, 0)
+        if again and self._state is not None:  # where the next look-up of this prompt ends
+            ends.append(max(0, len(packed) - len(packed) % self._state.block_size - again))
         seq = self._new_sequence(packed, key, checked, ends)
         seq.retention = retention
         if key is None or is_blind:
             self._admit(seq, [])
             return seq
-        self._admit(seq, share.share_cached(self.pool, seq))
-        if is_resumed:
-            self._num_resumed_tokens += len(packed)
-            self._num_resumed_hit_tokens += seq.num_cached_tokens
-        else:
-            self._num_queried_tokens += len(packed)
-            self._num_hit_tokens += seq.num_cached_tokens
+        self._admit(seq, share.share_cached(self.pool, seq, again))
+        self._look_ups.count(len(packed), seq.num_cached_tokens, is_resumed)
         return seq
 
     def plan(
@@ -208,6 +208,7 @@ class KVCacheManager:
         items: Sequence[MultimodalItem] = (),
         chunk: SupportsIndex | None = None,
         num_external: SupportsIndex = 0,
+        recompute: SupportsIndex = 0,
         skip_reading: Flag = False,
     ) -> Plan:
         """Return the blocks that `open` and `reserve` of all tokens would take; changes nothing.
@@ -222,6 +223,7 @@ class KVCacheManager:
                 way are reused. None: one step computes all tokens.
             num_external: the number of first tokens whose KV is loaded by `begin_load`, if fewer
                 are cached.
+            recompute: as for `open`.
             skip_reading: as for `open`.
 
         Raises:
@@ -231,8 +233,8 @@ class KVCacheManager:
         width = None if chunk is None else as_int("chunk", chunk, 1)
         packed, key, checked = share.describe(tokens, namespace, items, self.max_model_len)
         external = as_int("num_external", num_external, 0, len(packed))
-        is_blind = as_bool("skip_reading", skip_reading)
-        about = packed, key if self.enable_caching else None, checked, width, external
+        again, is_blind = as_int("recompute", recompute, 0), as_bool("skip_reading", skip_reading)
+        about = packed, key if self.enable_caching else None, checked, width, external, again
         return share.planned(self.pool, self._shapes, self._state, *about, is_blind=is_blind)
 
     def chunk_length(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
@@ -434,6 +436,20 @@ class KVCacheManager:
         self._check_open(seq)
         count = as_int("num_tokens", count, 0, seq.num_tokens)
         rewind.cut(self.pool, seq, count)
+
+    def drop_kept_state(self, seq: KVSequence) -> int:
+        """Release the recurrent state that a sequence keeps in order to publish it when it ends.
+
+        The state after the last block boundary behind the prompt: nothing reads it before the end,
+        so an engine that runs out of blocks can give it up before it preempts a request. The
+        sequence goes on as before; if it is cut, it may resume at an earlier position. O(pieces).
+
+        Returns:
+            The number of blocks that this frees: 0 if the sequence keeps no such state, or if the
+            next step reads it, which then writes over it and needs no blocks for another.
+        """
+        self._check_open(seq)
+        return states.drop_kept(self.pool, seq)
 
     def fork(self, seq: KVSequence) -> tuple[KVSequence, tuple[CopyOrder, ...]]:
         """Fork a sequence: the child has the same known tokens and the same computed KV.
@@ -914,12 +930,12 @@ class KVCacheManager:
             num_free_blocks=self.pool.num_free_blocks,
             num_cached_blocks=self.pool.num_cached_blocks,
             peak_used_blocks=self.pool.peak_used_blocks,
-            num_queried_tokens=self._num_queried_tokens,
-            num_hit_tokens=self._num_hit_tokens,
+            num_queried_tokens=self._look_ups.num_queried_tokens,
+            num_hit_tokens=self._look_ups.num_hit_tokens,
             num_evicted_blocks=self.pool.num_evicted_blocks,
             num_allocated_blocks=self.pool.num_allocated_blocks,
-            num_resumed_tokens=self._num_resumed_tokens,
-            num_resumed_hit_tokens=self._num_resumed_hit_tokens,
+            num_resumed_tokens=self._look_ups.num_resumed_tokens,
+            num_resumed_hit_tokens=self._look_ups.num_resumed_hit_tokens,
             num_computed_tokens=self.pool.num_computed_tokens,
             num_slots=self.pool.num_used_slots,
             lifetimes=None if self.pool.lifetimes is None else self.pool.lifetimes.stats(),

@@ -67,8 +67,10 @@ def describe(
     return packed, key, check_items(as_items(items), 0, len(packed))
 
 
-def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
+def share_cached(pool: BlockPool, seq: KVSequence, recompute: int) -> list[Block]:
     """Fill the tables of a new, cached sequence with its longest cached prefix. O(its blocks).
+
+    The last `recompute` tokens of what is cached are not hits.
 
     Returns:
         The blocks of the tables; the sequence does not hold them yet.
@@ -76,8 +78,8 @@ def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
     key = seq.namespace_key or b""
     only = seq.tables[0]
     if len(seq.tables) == 1 and not only.forgets and seq.state is None:
-        if seq.items:
-            hits = find_blocks(pool, only.block_size, key, seq.packed, seq.items)
+        if seq.items or recompute:
+            hits = find_blocks(pool, only.block_size, key, seq.packed, seq.items, recompute)
         else:
             longest = (len(seq.packed) - 1) // only.block_size
             hits = pool.match(key, seq.packed.tobytes(), longest) if longest else []
@@ -86,7 +88,9 @@ def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
             seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size
         return hits
     hits = []
-    cached, found, junction = find_prefix(pool, seq.tables, seq.state, key, seq.packed, seq.items)
+    cached, found, junction = find_prefix(
+        pool, seq.tables, seq.state, key, seq.packed, seq.items, recompute
+    )
     if seq.state is not None:
         seq.state.begin(len(seq.packed), cached, [*seq.state.wanted, junction])
         seq.state.read = found[-1]
@@ -107,10 +111,12 @@ def find_prefix(
     namespace_key: bytes,
     packed: array[int],
     items: Sequence[MultimodalItem],
+    recompute: int,
 ) -> tuple[int, list[list[Block]], int]:
     """Return the longest prefix that every group can serve, and the blocks that serve it.
 
     At most all tokens but the last. Holds nothing. O(groups * blocks of the prefix).
+    With `recompute` what is cached may end with the last token, and the prefix ends before it.
 
     Args:
         pool: the pool to search.
@@ -119,6 +125,8 @@ def find_prefix(
         namespace_key: the encoded namespace.
         packed: the tokens.
         items: content that is not tokens.
+        recompute: so many tokens after the prefix must be cached as well, by each group with
+            attention.
 
     Returns:
         Its length in tokens; for each group the blocks it needs, those that are visible from its
@@ -126,10 +134,10 @@ def find_prefix(
     """
     if len(tables) == 1 and not tables[0].forgets and state is None:
         size = tables[0].block_size
-        blocks = find_blocks(pool, size, namespace_key, packed, items)
+        blocks = find_blocks(pool, size, namespace_key, packed, items, recompute)
         return len(blocks) * size, [blocks], len(blocks) * size
     content = packed.tobytes()
-    longest = len(packed) - 1
+    longest = _longest_look_up(packed, recompute)
     paths: list[list[Block | None]] = []
     for number, table in enumerate(tables):
         size = table.block_size
@@ -144,6 +152,9 @@ def find_prefix(
         paths.append(path)
         longest = min(longest, len(path) * size)  # no group has to look beyond
     longest = junction = longest_servable(tables, paths, longest, pool.common_size)
+    if recompute:
+        rest = max(0, longest - recompute)
+        longest = junction = longest_servable(tables, paths, rest, pool.common_size)
     path = []
     if state is not None:
         size = state.block_size
@@ -206,6 +217,7 @@ def planned(
     items: tuple[MultimodalItem, ...],
     chunk: int | None,
     external: int,
+    recompute: int,
     *,
     is_blind: bool,
 ) -> Plan:
@@ -218,7 +230,7 @@ def planned(
     cached = 0
     hits: list[list[Block]] = []
     if key is not None and not is_blind:
-        cached, hits, _ = find_prefix(pool, tables, state, key, packed, items)
+        cached, hits, _ = find_prefix(pool, tables, state, key, packed, items, recompute)
     num_new = blocks_to_take(tables, hits[: len(tables)], cached, len(packed), chunk, external)
     if state is not None:
         is_revived = any(block.ref_count == 0 for block in hits[-1]) if hits else False
@@ -242,11 +254,20 @@ def find_blocks(
     namespace_key: bytes,
     packed: array[int],
     items: Sequence[MultimodalItem],
+    recompute: int,
 ) -> list[Block]:
     """Do what `find_prefix` does for one group of full attention. O(blocks)."""
-    longest = len(packed) - 1
+    longest = _longest_look_up(packed, recompute)
     encoded = _items_by_block(items, size, longest) if items else None
-    return pool.match(namespace_key, packed.tobytes(), longest // size, 0, encoded)
+    hits = pool.match(namespace_key, packed.tobytes(), longest // size, 0, encoded)
+    if recompute:
+        del hits[max(0, len(hits) * size - recompute) // size :]
+    return hits
+
+
+def _longest_look_up(packed: array[int], recompute: int) -> int:
+    """Return how many tokens are looked up, so that the last one is not a hit. O(1)."""
+    return len(packed) if recompute else len(packed) - 1
 
 
 def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[RetentionTerm, ...]]]:

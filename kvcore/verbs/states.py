@@ -161,6 +161,19 @@ def publish_kept(pool: BlockPool, seq: KVSequence) -> list[Block]:
     return table.kept
 
 
+def drop_kept(pool: BlockPool, seq: KVSequence) -> int:
+    """Release the state that a sequence has kept; return the blocks that this frees. O(pieces)."""
+    table = seq.state
+    if table is None or not table.kept:
+        return 0
+    free = pool.num_free_blocks
+    if table.kept is not table.read:
+        pool.give_back(table.kept)
+    table.kept, table.kept_at = [], 0
+    seq.num_reserved_tokens = seq.next_boundary = seq.fast_decode_limit = 0
+    return pool.num_free_blocks - free
+
+
 def states_until(seq: KVSequence, num_tokens: int | None) -> list[Block]:
     """Return the blocks of the states of a sequence, in the order of release. O(those).
 

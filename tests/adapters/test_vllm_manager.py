@@ -11,21 +11,39 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore.adapters.vllm import manager as vllm_manager
 from kvcore.adapters.vllm.manager import Manager, Manager022
-from tests.adapters.vllm_world import CHUNKS, PLAIN, WINDOWS, Request, World, manager_of
+from kvcore.adapters.vllm.states import StateManager
+from tests.adapters.vllm_world import (
+    CHUNKS,
+    DENSE,
+    PIECES,
+    PLAIN,
+    STATES,
+    WINDOWS,
+    Request,
+    World,
+    manager_of,
+)
 from tests.adapters.vllm_world import settings as settings_of
 
 GROUPS = {"plain": PLAIN, "windows": WINDOWS, "chunks": CHUNKS}
+HYBRIDS = {"states": STATES, "pieces": PIECES, "dense": DENSE}
 
 
 def live(dice, groups, kind=Manager, num_steps=60):
     """Let a random crowd of requests live over few blocks, and check what they read."""
     num_blocks = dice.choice([24, 30, 60])
-    manager = manager_of(groups, num_blocks, kind, event_hashes="sha256", keep_fresh=True)
+    has_states = isinstance(groups[-1], kvcore.RecurrentState)
+    recompute = 0 if has_states or kind is Manager022 else dice.choice([0, 0, 1, 3])
+    manager = manager_of(
+        groups, num_blocks, kind, event_hashes="sha256", keep_fresh=True, recompute=recompute,
+        enable_caching=not has_states or dice.random() < 0.9,
+    )  # fmt: skip
     ahead = dice.random() < 0.5
     world = World(
         manager, ahead=ahead, budget=dice.choice([5, 16, 40]),
         defers=kind is not Manager022 and dice.random() < 0.3,
-        num_drafts=0 if ahead else dice.choice([0, 2, 5]), looks_twice=dice.random() < 0.3,
+        num_drafts=0 if ahead or has_states else dice.choice([0, 2, 5]),
+        looks_twice=dice.random() < 0.3, recompute=recompute,
     )  # fmt: skip
     manager.kv.events.max_hashes = dice.choice([2, 20, 10_000])
     told = set()
@@ -79,6 +97,13 @@ def fold(events, told):
 @given(dice=st.randoms(use_true_random=False), kind=st.sampled_from([Manager, Manager022]))
 def test_every_request_reads_what_its_own_tokens_have_written(groups, dice, kind):
     live(dice, groups, kind)
+
+
+@pytest.mark.parametrize("groups", HYBRIDS.values(), ids=HYBRIDS)
+@settings(max_examples=30)
+@given(dice=st.randoms(use_true_random=False))
+def test_every_step_begins_with_the_state_of_the_requests_own_tokens(groups, dice):
+    live(dice, groups)
 
 
 def test_prefixes_are_hit_and_requests_give_way_in_such_lives():
@@ -148,7 +173,39 @@ class CountsAhead(Manager):
         super()._settle(seq, request, min(stop + self.kv.block_size, request.num_tokens))
 
 
+class StateNotHeld(StateManager):
+    """A state that this step copies is handed out in this step."""
+
+    def _hold(self, seq, request, settled, total, passed):
+        pass
+
+
+class StateBeforeItsColumn(StateManager):
+    """The column of a state is that of the tokens before a step."""
+
+    def _appended_states(self, state, computed, total):
+        new = super()._appended_states(state, computed, total)
+        return [column[::-1] for column in new]
+
+
+class StatePiecesSwapped(StateManager):
+    """A group of layers has another group's piece of a state that is hit."""
+
+    def _blocks_of(self, seq, total=0):
+        ids = super()._blocks_of(seq, total).get_block_ids()
+        return vllm_manager.Blocks([*ids[:-2], ids[-1], ids[-2]])
+
+
+class DraftKvHit(Manager):
+    """A draft model finds KV that was made from other tokens."""
+
+    def __init__(self, settings):
+        super().__init__(replace(settings, recompute=0))
+
+
 PLANTED = {
+    StateNotHeld: DENSE, StateBeforeItsColumn: STATES,
+    StatePiecesSwapped: PIECES, DraftKvHit: PLAIN,
     SaltIgnored: PLAIN, ImagesIgnored: PLAIN, NothingHeld: WINDOWS, TableAfterwards: CHUNKS,
     CountsAhead: PLAIN, LossIgnored: PLAIN, EndsEarly: WINDOWS,
 }  # fmt: skip
@@ -172,6 +229,55 @@ def test_a_prompt_is_hit_in_the_step_that_computes_it():
     world.step()
     assert manager.get_block_ids("a") == ([1, 2, 3],)
     assert manager.get_block_ids("b") == ([1, 2, 4],)
+
+
+def test_a_state_is_hit_in_the_step_after_the_one_that_writes_it():
+    manager = manager_of(STATES)
+    first, second = Request("a", range(9)), Request("b", range(9))
+    manager.new_step_starts()
+    blocks, *_ = manager.get_computed_blocks(first)
+    assert manager.allocate_slots(first, 8, 0, blocks)
+    blocks, hits, _ = manager.get_computed_blocks(second)
+    assert hits == 8
+    assert manager.allocate_slots(second, 1, hits, blocks) is None
+    manager.new_step_starts()
+    blocks, hits, _ = manager.get_computed_blocks(second)
+    assert hits == 8
+    appended = manager.allocate_slots(second, 1, hits, blocks)
+    (kv, (none, read, write)) = manager.get_block_ids("b")
+    assert appended.get_block_ids() == ([kv[2]], [write])
+    assert (none, read) == (0, manager.get_block_ids("a")[1][-1])
+
+
+def test_a_state_is_kept_for_the_next_turn_until_what_can_be_hit_would_be_evicted():
+    manager = manager_of(STATES, num_blocks=11)
+    first = Request("a", range(3), max_tokens=20)
+    assert manager.allocate_slots(first, 3)
+    first.status.name = "RUNNING"
+    for length in range(4, 10):  # two blocks of KV behind the prompt, and a state after each
+        first.num_computed_tokens = length - 1
+        first.all_token_ids.append(length)
+        assert manager.allocate_slots(first, 1)
+    seq = manager._running["a"]
+    assert (seq.state.kept_at, manager.kv.num_free_blocks) == (8, 5)
+    cached = Request("b", range(50, 59))
+    assert manager.allocate_slots(cached, 9)
+    assert (seq.state.kept_at, manager.kv.num_free_blocks) == (8, 1)
+    manager.free(cached)  # two blocks of it can be hit, and three are empty
+    assert manager.allocate_slots(Request("c", range(70, 82)), 12)
+    assert seq.state.kept_at == 0
+    assert manager.kv.num_evicted_blocks == 0
+
+
+@pytest.mark.parametrize(("caching", "columns"), [(True, [0, 0, 1]), (False, [1])])
+def test_without_prefix_caching_a_state_stays_in_one_column(caching, columns):
+    manager = manager_of(STATES, enable_caching=caching)
+    request = Request("a", range(12), max_tokens=9)
+    assert manager.allocate_slots(request, 12)
+    assert manager.get_block_ids("a")[1] == columns
+    request.num_computed_tokens, request.status.name = 12, "RUNNING"
+    request.all_token_ids.append(1)
+    assert manager.allocate_slots(request, 1).get_block_ids()[1] == [5] * caching
 
 
 def test_what_a_look_up_found_is_let_go_where_the_request_is_not_admitted():

@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: see docs/how-to/vllm.md")
 
 import random
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 
@@ -28,8 +30,18 @@ import kvcore
 from kvcore.adapters.vllm import plugin as adapter
 from kvcore.adapters.vllm.events import Speller
 from kvcore.adapters.vllm.manager import Manager, Settings
+from kvcore.adapters.vllm.states import StateManager
 from tests.adapters import vllm_world
-from tests.adapters.vllm_schedule import FULL, PLUGIN, WINDOW, answer, make, prompts, run
+from tests.adapters.vllm_schedule import (
+    FULL,
+    PLUGIN,
+    STATE,
+    WINDOW,
+    answer,
+    make,
+    prompts,
+    run,
+)
 
 PARAMETERS = signature(PLUGIN.own_manager).parameters
 SMALL = {
@@ -38,10 +50,15 @@ SMALL = {
     "hits": ([FULL], 200, 64, 8, prompts(12, 80, 64), 10, False),
     "few blocks": ([FULL], 14, 64, 8, prompts(12, 50), 40, False),
     "windows": ([FULL, WINDOW], 400, 64, 8, prompts(12, 200, 160), 20, False),
+    "states": ([FULL, STATE, STATE], 400, 64, 8, prompts(12, 200, 160), 40, False),
+    "states, a step ahead": ([FULL, STATE], 400, 64, 8, prompts(12, 200, 160), 40, True),
 }
 
+STATES_FIRST = ([STATE, FULL], 400, 64, 8, prompts(12, 200, 160), 40, True)
 ASKED = SMALL | {
     "a step ahead, few blocks": ([FULL], 14, 64, 8, prompts(12, 50), 40, True),
+    "states, few blocks": ([FULL, STATE, STATE], 60, 64, 8, prompts(12, 200, 160), 40, False),
+    "a step ahead, states, few blocks": ([FULL, STATE], 60, 64, 8, prompts(12, 90, 40), 40, True),
     "a step ahead, windows": ([FULL, WINDOW], 60, 64, 8, prompts(12, 200, 160), 20, True),
 }
 
@@ -57,7 +74,7 @@ def as_it_was(monkeypatch):
         monkeypatch.setattr(place, name, getattr(place, name))
 
 
-@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("case", [*SMALL.values(), STATES_FIRST], ids=[*SMALL, "states first"])
 def test_vllms_scheduler_takes_the_same_steps_and_finds_the_same_hits(case, monkeypatch):
     init_none_hash(sha256)
     found = []
@@ -66,6 +83,46 @@ def test_vllms_scheduler_takes_the_same_steps_and_finds_the_same_hits(case, monk
         times = run(case)
         found.append((len(times["schedule"]), times["hits"]))
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(adapter.minor_version() != "0.32", reason="vLLM's manager stays in 0.22")
+@pytest.mark.parametrize("num_blocks", [300, 40])
+def test_a_draft_model_computes_its_last_block_again_as_in_vllm(num_blocks, monkeypatch):
+    init_none_hash(sha256)
+    found = []
+    for manager in (PLUGIN.own_manager, PLUGIN.manager):
+        drafting = partial(eagle, manager)
+        monkeypatch.setattr(module, "KVCacheManager", drafting)
+        hasher = get_request_block_hasher(16, sha256) if manager is PLUGIN.own_manager else None
+        found.append(hits_beside_drafts(num_blocks, hasher))
+    (own, steps), (ours, our_steps) = found
+    assert sum(ours) >= sum(own) > 0
+    if num_blocks == 300:
+        assert (ours, our_steps) == (own, steps)
+        assert all(hits % 16 == 0 and hits <= 48 for hits in ours)  # of 64 that are cached
+
+
+def eagle(manager, *args, **options):
+    return manager(*args, **options | {"use_eagle": True, "num_prefill_lookahead": 1})
+
+
+def hits_beside_drafts(num_blocks, hasher):
+    """What requests hit in vLLM's scheduler where a draft model guesses; and how many steps."""
+    scheduler = make([FULL], num_blocks, 64, 8, ahead=False)
+    scheduler.log_stats, scheduler.num_lookahead_tokens = False, 3
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
+    for number, tokens in enumerate(prompts(12, 90, 64)):
+        scheduler.add_request(Request(str(number), tokens, params, None, block_hasher=hasher))
+    hits, steps = [], 0
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        steps += 1
+        hits += [new.num_computed_tokens for new in output.scheduled_new_reqs]
+        scheduler.update_from_output(output, drawn_by_vllm(scheduler, output))
+        left = [one for one in scheduler.running if not one.is_prefill_chunk]
+        drafts = [vllm_world.guessed(as_there(one), 3) for one in left]
+        scheduler.update_draft_token_ids(DraftTokenIds([one.request_id for one in left], drafts))
+    return hits, steps
 
 
 @pytest.mark.skipif(adapter.minor_version() != "0.32", reason="0.22 does not do it here")
@@ -147,6 +204,10 @@ class Noted(Manager):
         return self.note("reset", super().reset_prefix_cache())
 
 
+class NotedStates(Noted, StateManager):
+    """The same, of a manager of states."""
+
+
 def told_by_vllm(case, num_drafts, resets):
     """What vLLM's own scheduler asks of the manager, with the tokens that the stand-in draws."""
     specs, num_blocks, budget, at_once, texts, written, ahead = case
@@ -201,16 +262,19 @@ def test_the_stand_in_asks_what_vllms_scheduler_asks(case, num_drafts, resets, m
     specs, num_blocks, budget, _, texts, written, ahead = case
     if ahead and num_drafts:
         pytest.skip("the stand-in brings no drafts a step ahead")
+    if STATE in specs and num_drafts:
+        pytest.skip("vLLM's manager stays, since each draft token has a state of its own")
     managers = []
 
     def noted(*args, **options):
-        managers.append(Noted(adapter.settings_of(*args, **options)))
+        made = adapter.settings_of(*args, **options)
+        managers.append((NotedStates if STATE in specs else Noted)(made))
         return managers[-1]
 
     monkeypatch.setattr(module, "KVCacheManager", noted)
     case = (specs, num_blocks, budget, 64, texts, written, ahead)
     told = told_by_vllm(case, num_drafts, resets).told
-    ours = Noted(managers[0].settings)
+    ours = type(managers[0])(managers[0].settings)
     world = vllm_world.World(ours, ahead=ahead, budget=budget, num_drafts=num_drafts)
     for number, tokens in enumerate(texts):
         world.add(vllm_world.Request(str(number), tokens, max_tokens=written))
@@ -317,7 +381,6 @@ def config(*specs, blocks=50):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"use_eagle": True}, "EAGLE"),
         ({"num_prefill_lookahead": 2}, "MTP"),
         ({"dcp_world_size": 2}, "context parallelism"),
     ],
@@ -349,6 +412,34 @@ def test_an_engine_with_a_connector_keeps_vllms_manager_and_its_hashes():
     assert plugin.hasher(16, sha256) is adapter._no_hashes
 
 
+@pytest.mark.parametrize(
+    ("specs", "options", "why"),
+    [
+        ([STATE], {}, "without a layer of attention"),
+        ([FULL, replace(STATE, num_speculative_blocks=2)], {}, "a state for each draft token"),
+        ([FULL, replace(STATE, num_prefill_checkpoint_blocks=1)], {}, "within a chunk"),
+        ([FULL, replace(STATE, block_size=32)], {}, "other positions"),
+        ([FULL, STATE], {"hash_block_size": 8}, "prefix_match_unit"),
+    ],
+)
+def test_states_that_are_not_served_are_said(specs, options, why):
+    if adapter.minor_version() == "0.22":
+        pytest.skip("none are served")
+    assert why in adapter.settings_of(**config(*specs) | options)
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+def test_states_of_several_groups_are_pieces_of_one(mode):
+    if adapter.minor_version() == "0.22":
+        pytest.skip("none are served")
+    state = replace(STATE, mamba_cache_mode=mode, block_size=16 if mode == "align" else 2048)
+    told = config(state, FULL, state)
+    made = adapter.settings_of(**told | {"enable_caching": mode == "align"})
+    assert made.groups == (kvcore.FullAttention(16), kvcore.RecurrentState(2, 16, 16))
+    assert made.places == (1, 0, 2)
+    assert isinstance(PLUGIN.manager(**told), StateManager)
+
+
 def test_windows_count_for_no_more_blocks_than_vllm_counts():
     names = {"max_in_flight_tokens", "max_num_batched_tokens"} & set(PARAMETERS)
     made = adapter.settings_of(**config(FULL, WINDOW), **dict.fromkeys(names, 512))
@@ -364,7 +455,7 @@ def test_events_say_what_vllms_say():
     kv.commit(seq, 4)
     kv.close(seq)
     kv.reset()
-    speller = Speller([("full_attention", None)])
+    speller = Speller([[(0, "full_attention", None)]])
     stored, cleared = speller(kv.events.take())
     (lost,) = speller([kvcore.EventsLost(9)])
     assert (stored.token_ids, stored.block_size, stored.parent_block_hash) == (

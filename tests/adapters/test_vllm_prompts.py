@@ -116,7 +116,6 @@ def test_groups_are_what_their_layers_see():
         (spec("CrossAttentionSpec"), "CrossAttentionSpec"),
         (spec("SlidingWindowSpec", sliding_window=16), "a window of 16"),
         (spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=2), "drafts"),
-        (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec("MambaSpec")}), "MambaSpec"),
     ],
 )
 def test_what_kvcore_does_not_keep_is_said(refused, why):

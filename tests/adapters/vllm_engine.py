@@ -27,6 +27,7 @@ import kvcore
 ROOT = Path(__file__).parents[2]
 SHARED = 8
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+MADE = ("windows", "lfm2", "qwen3-next")
 TENANTS = (None, "red", "blue", "green")
 
 
@@ -72,6 +73,69 @@ def make_windows(folder):
     made.save_pretrained(folder)
 
 
+def make_hybrid(folder, kind):
+    """Write a network of random weights of which some layers keep a recurrent state."""
+    import torch
+    import transformers
+
+    shape = {
+        "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024,
+        "dtype": "float32", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    if kind == "lfm2":  # short convolutions
+        config = transformers.Lfm2Config(
+            **shape, num_hidden_layers=6, conv_L_cache=3, conv_dim=64, block_dim=64,
+            block_auto_adjust_ff_dim=False,
+            layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+        )  # fmt: skip
+        made = transformers.Lfm2ForCausalLM(config)
+    else:  # gated delta nets
+        config = transformers.Qwen3NextConfig(
+            **shape, num_hidden_layers=4, head_dim=32, linear_num_value_heads=4,
+            linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32,
+            linear_conv_kernel_dim=4, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1,
+            mlp_only_layers=[0, 1, 2], moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        )  # fmt: skip
+        made = transformers.Qwen3NextForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    made.save_pretrained(folder)
+
+
+def make_eagle(folder):
+    """Write an EAGLE draft model of random weights for the tiny model."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "fc": (192, 384), "self_attn.q_proj": (256, 192), "self_attn.k_proj": (128, 192),
+        "self_attn.v_proj": (128, 192), "self_attn.o_proj": (192, 256),
+        "mlp.gate_proj": (384, 192), "mlp.up_proj": (384, 192), "mlp.down_proj": (192, 384),
+    }  # fmt: skip
+    weights = {
+        f"{'' if name == 'fc' else 'layers.0.'}{name}.weight":
+            torch.randn(shape, generator=generator) * 0.1
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(192)
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    tiny = json.loads((ROOT / "model" / "tiny" / "config.json").read_text())
+    kept = ("hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "head_dim")
+    told = {name: tiny[name] for name in kept} | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384,
+        "hidden_act": "silu", "tie_word_embeddings": True, "dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(told))
+
+
 def make_adapter(folder, seed):
     """Write a LoRA adapter of random weights for the tiny model."""
     import torch
@@ -92,6 +156,16 @@ def make_adapter(folder, seed):
     (folder / "adapter_config.json").write_text(json.dumps(told))
 
 
+def drafts_of(options):
+    if options.drafts == "eagle":
+        return {
+            "method": "eagle",
+            "model": str(options.folder / "eagle"),
+            "num_speculative_tokens": 3,
+        }
+    return NGRAM if options.drafts else None
+
+
 def serve(options):
     """Run one engine in this process and print what came of it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -110,13 +184,14 @@ def serve(options):
 
     Scheduler.schedule = timed
     has_adapters = options.network == "lora"
-    model = options.folder if options.network == "windows" else ROOT / "model" / "tiny"
+    model = options.folder if options.network in MADE else ROOT / "model" / "tiny"
     llm = LLM(
-        str(model), dtype="float32", block_size=32, enforce_eager=True,
+        str(model), dtype=options.dtype, block_size=32, enforce_eager=True,
         num_gpu_blocks_override=options.blocks, max_num_seqs=64, max_num_batched_tokens=512,
         max_model_len=1024, disable_log_stats=False,
         gpu_memory_utilization=0.2, async_scheduling=options.ahead, seed=0,
-        speculative_config=NGRAM if options.drafts else None,
+        enable_prefix_caching=not options.uncached,
+        speculative_config=drafts_of(options),
         skip_tokenizer_init=True, enable_lora=has_adapters, max_loras=3 if has_adapters else 1,
     )  # fmt: skip
     adapters = [None]
@@ -154,8 +229,10 @@ def run(side, blocks, options, folder):
     """Run one side in a process of its own, and return what it has printed."""
     arguments = ["--serve", "--blocks", str(blocks), "--requests", str(options.requests)]
     arguments += ["--network", options.network, "--folder", str(folder)]
+    arguments += ["--dtype", options.dtype]
+    arguments += ["--uncached"] if options.uncached else []
     arguments += ["--ahead"] if options.ahead else []
-    arguments += ["--drafts"] if options.drafts else []
+    arguments += ["--drafts", options.drafts] if options.drafts else []
     done = subprocess.run(
         [sys.executable, "-m", "tests.adapters.vllm_engine", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
@@ -178,8 +255,10 @@ def main():
     made.add_argument("--requests", type=int, default=240)
     made.add_argument("--rounds", type=int, default=1)
     made.add_argument("--ahead", action="store_true", help="vLLM's asynchronous scheduling")
-    made.add_argument("--drafts", action="store_true", help="drafts by n-gram")
-    made.add_argument("--network", default="tiny", choices=["tiny", "lora", "windows"])
+    made.add_argument("--uncached", action="store_true", help="without prefix caching")
+    made.add_argument("--dtype", default="float32", help="the CPU's gated delta nets: bfloat16")
+    made.add_argument("--drafts", nargs="?", const="ngram", choices=["ngram", "eagle"])
+    made.add_argument("--network", default="tiny", choices=["tiny", "lora", *MADE])
     made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()
@@ -194,9 +273,13 @@ def compare(options, folder):
     """Run both sides in turns; return whether their tokens differ."""
     if options.network == "windows":
         make_windows(folder)
+    elif options.network in MADE:
+        make_hybrid(folder, options.network)
     elif options.network == "lora":
         make_adapter(folder / "a1", 1)
         make_adapter(folder / "a2", 2)
+    if options.drafts == "eagle":
+        make_eagle(folder / "eagle")
     differ = False
     for blocks in options.blocks:
         found = {}

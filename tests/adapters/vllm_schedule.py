@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -40,6 +41,7 @@ MODEL = Path(__file__).parents[2] / "model" / "tiny"
 SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=128)
+STATE = MambaSpec(16, ((4, 8),), (torch.float32,), mamba_cache_mode="align")
 PLUGIN = Plugin()
 
 
@@ -57,6 +59,8 @@ CASES = {
     "hits": ([FULL], 20_000, 2048, 64, prompts(256, 1100, 1024), 4, False),
     "few blocks": ([FULL], 600, 2048, 64, prompts(64, 300), 100, False),
     "hybrid": ([FULL, WINDOW, WINDOW], 40_000, 2048, 128, prompts(128, 400), 150, False),
+    "states": ([FULL, STATE, STATE], 40_000, 2048, 128, prompts(128, 400), 150, False),
+    "states, hits": ([FULL, STATE], 40_000, 2048, 64, prompts(192, 1100, 1024), 4, False),
     "hybrid hits": ([FULL, WINDOW, WINDOW], 40_000, 2048, 64, prompts(192, 1100, 1024), 4, False),
 }
 
@@ -67,8 +71,11 @@ def model_config():
 
 
 def make(specs, num_blocks, budget, at_once, *, ahead, policy="fcfs", chunk=0, events=False):
+    has_states = STATE in specs
     blocks = CacheConfig(block_size=16, enable_prefix_caching=True)
     blocks.num_gpu_blocks = num_blocks
+    if has_states:
+        blocks.mamba_cache_mode = "align"
     config = VllmConfig(
         model_config=model_config(),
         cache_config=blocks,
@@ -88,7 +95,9 @@ def make(specs, num_blocks, budget, at_once, *, ahead, policy="fcfs", chunk=0, e
     groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
     return (AsyncScheduler if ahead else Scheduler)(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks, [], groups),
+        kv_cache_config=KVCacheConfig(
+            num_blocks, [], groups, **{"prefix_cache_retention_interval": 0} if has_states else {}
+        ),
         block_size=16,
         log_stats=True,
         structured_output_manager=StructuredOutputManager(config),

@@ -1,9 +1,10 @@
 """A small scheduler in vLLM's manner, over a memory that knows what every slot holds.
 
 It makes the calls that vLLM's scheduler makes, in their order (`test_vllm_plugin.py` compares them
-where vLLM is installed); a step writes the KV of its tokens and then reads all that its queries
-see. What is read must be what the request's own tokens give: a block that is another's, not
-written, or written over, is found there. No vLLM is needed.
+where vLLM is installed); a step copies recurrent states to the columns where it ends and writes
+them there, writes the KV of its tokens and then reads all that its queries see. What is read must
+be what the request's own tokens give: a block that is another's, not written, or written over, is
+found there. No vLLM is needed.
 
 After each pass the manager's word is taken too: which blocks it names as fresh, and how much of
 what runs others can hit.
@@ -14,16 +15,23 @@ from types import SimpleNamespace
 
 import kvcore
 from kvcore.adapters.vllm.manager import Manager, Settings
+from kvcore.adapters.vllm.states import StateManager
 
 PLAIN = (kvcore.FullAttention(4),)
 WINDOWS = (kvcore.FullAttention(4), kvcore.SlidingWindow(6, 4))
+STATES = (kvcore.FullAttention(4), kvcore.RecurrentState(1, 0, 4))
+PIECES = (kvcore.FullAttention(8), kvcore.SlidingWindow(6, 4), kvcore.RecurrentState(3, 0, 8))
+DENSE = (kvcore.FullAttention(4), kvcore.RecurrentState(2, 4, 4))
 CHUNKS = (kvcore.FullAttention(8), kvcore.ChunkedLocal(8, 4))
 
 
 def settings(groups=PLAIN, num_blocks=40, **options):
+    pieces = sum(getattr(group, "num_blocks", 0) for group in groups[-1:])
+    attention = len(groups) - (pieces > 0)
+    places = tuple(range(attention + pieces))
     return Settings(
-        num_blocks=num_blocks, groups=groups, specs=(None,) * len(groups),
-        caps=(None,) * len(groups), max_model_len=200, **options,
+        num_blocks=num_blocks, groups=groups, places=places, specs=(None,) * len(places),
+        caps=(None,) * attention, max_model_len=200, **options,
     )  # fmt: skip
 
 
@@ -33,7 +41,10 @@ class Request:
     def __init__(self, request_id, prompt, *, max_tokens=4, salt=None, lora=None, image=None):
         self.request_id = request_id
         self.all_token_ids = list(prompt)
+        self.num_prompt_tokens = len(prompt)
         self.stop = len(prompt) + max_tokens
+        self.junction = 0
+        self.column = None  # where the worker has its state
         self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.num_preemptions = self.stale = 0
         self.drops_stale = False
@@ -70,12 +81,20 @@ class World:
             has ended; otherwise until the next one is executed.
         num_drafts: guesses that a decode brings; not with `ahead`. Some of them are wrong.
         looks_twice: a request that is not admitted at once is looked up a second time.
+        recompute: a draft model writes KV beside, of each token and so many after it.
     """
 
     def __init__(
-        self, manager, *, ahead=False, budget=16, defers=False, num_drafts=0, looks_twice=False
-    ):
+        self, manager, *, ahead=False, budget=16, defers=False, num_drafts=0, looks_twice=False,
+        recompute=0,
+    ):  # fmt: skip
         self.manager = manager
+        self.recompute = recompute
+        groups = manager.settings.groups
+        self.state = groups[-1] if isinstance(groups[-1], kvcore.RecurrentState) else None
+        self.groups = groups if self.state is None else groups[:-1]
+        self.drafted = set()
+        self.content = {}  # block id: what was written to it last
         self.ahead = ahead
         self.num_drafts = num_drafts
         self.looks_twice = looks_twice
@@ -165,6 +184,7 @@ class World:
             known = one.num_computed_tokens + 2 - one.num_output_placeholders
             done = one.num_output_placeholders > 0 and known >= one.stop
             count = 0 if done else min(todo, budget)
+            count = self.aligned(one, one.num_computed_tokens, count)
             if not count:
                 place += 1
                 continue
@@ -177,7 +197,7 @@ class World:
             else:
                 for group, ids in enumerate(appended.get_block_ids()):
                     self.tables[one][group] += ids
-                    handed_out += ids
+                    handed_out += ids if group < len(self.groups) else []
                 scheduled[one] = count
                 budget -= count
                 place += 1
@@ -187,9 +207,10 @@ class World:
         while self.waiting and budget:
             one = self.waiting[0]
             for _ in range(1 + self.looks_twice):
-                blocks, hits, *_ = self.manager.get_computed_blocks(one)
-            count = min(one.num_tokens - hits, budget)
-            if self.manager.allocate_slots(
+                blocks, hits, *more = self.manager.get_computed_blocks(one)
+            one.junction = more[0] if more else 0
+            count = self.aligned(one, hits, min(one.num_tokens - hits, budget))
+            if not count or self.manager.allocate_slots(
                 one, count, hits, blocks, full_sequence_must_fit=True,
                 has_scheduled_reqs=bool(self.running),
             ) is None:  # fmt: skip
@@ -197,14 +218,33 @@ class World:
             self.num_hits += hits
             self.running.append(self.waiting.pop(0))
             one.status.name = "RUNNING"
-            one.num_computed_tokens = hits
+            one.num_computed_tokens, one.column = hits, None
             self.tables[one] = list(self.manager.get_block_ids(one.request_id))
             found = blocks.get_block_ids()
             for group, ids in enumerate(self.tables[one]):
                 assert ids[: len(found[group])] == found[group], "hit and not in the table"
-                handed_out += ids[len(found[group]) :]
+                if group < len(self.groups):
+                    handed_out += ids[len(found[group]) :]
             scheduled[one] = count
             budget -= count
+
+    def aligned(self, one, start, count):
+        """Cut a chunk of a prompt where a state is to be kept, as vLLM's scheduler does."""
+        end, prompt_end = start + count, max(one.num_prompt_tokens, one.num_tokens - 1)
+        if self.state is None or not self.manager.enable_caching or start >= prompt_end:
+            return count
+        size = self.state.block_size
+        whole = end // size * size
+        if end < prompt_end and (whole > start or size <= self.budget):
+            end = whole
+        floored = start + (one.junction - start) // size * size
+        stops = (
+            (start // size + 1) * size if start % size else 0,
+            (one.num_tokens - 1) // size * size,
+            floored if start < one.junction < end else 0,
+        )
+        end = min((stop for stop in stops if start < stop < end), default=end)
+        return max(end - start, 0)
 
     def check_fresh(self, handed_out, gave_way):
         """Blocks are named as fresh once, when they are handed out, and what is hit is not."""
@@ -229,7 +269,7 @@ class World:
             size = self.manager._common
             if not self.manager.enable_caching:
                 assert told == 0
-            elif count and (is_plain or (count > 1 and not one.drafts)):
+            elif count and (is_plain or self.state or (count > 1 and not one.drafts)):
                 assert told == computed - computed % size, f"{one.request_id}: {told} findable"
             else:
                 assert told <= computed
@@ -250,20 +290,23 @@ class World:
     def execute(self, step):
         """Write all KV of a step, and then read what its queries see; return what that was."""
         seen_there = {}
-        groups = self.manager.settings.groups
+        groups = self.groups
+        self.move_states(step)
         for one, count, (start, tables) in step:
-            drafts = iter(one.drafts)
-            while one.num_tokens < start + count:  # a draft, or what the device has sampled already
-                one.all_token_ids.append(next(drafts, sampled(one, one.num_tokens)))
-                one.unread = getattr(one, "unread", 0) + 1
+            self.foresee(one, start + count)
             for number, group in enumerate(groups):
                 for position in range(start, start + count):
-                    self.memory[number, slot(group, tables[number], position)] = one.value(position)
+                    place = slot(group, tables[number], position)
+                    self.memory[number, place] = one.value(position)
+                    self.content[place // group.block_size] = number
+            self.write_state(one, start, count, tables)
+            self.draft(one, start, count)
         for one, count, (start, tables) in step:
             for number, group in enumerate(groups):
                 for position in range(start, start + count):
                     for seen in range(group.first_visible(position), position + 1):
                         place = number, slot(group, tables[number], seen)
+                        assert self.content[place[1] // group.block_size] == number, "another's"
                         found = seen_there[place] = self.memory.get(place)
                         assert found == one.value(seen), (
                             f"{one.request_id} reads at {seen} of group {number}: {found}"
@@ -273,6 +316,58 @@ class World:
                 del one.all_token_ids[-unread:]
                 one.unread = 0
         return seen_there
+
+    @staticmethod
+    def foresee(one, length):
+        """Give a request the tokens that a step has beyond the known ones, until it is over."""
+        drafts = iter(one.drafts)
+        while one.num_tokens < length:  # a draft, or what the device has sampled already
+            one.all_token_ids.append(next(drafts, sampled(one, one.num_tokens)))
+            one.unread = getattr(one, "unread", 0) + 1
+
+    def move_states(self, step):
+        """Copy states to the columns where the step ends, all of them before anything else."""
+        moved, sources = {}, set()
+        for one, count, (start, tables) in step if self.state else ():
+            size = self.state.block_size if self.manager.enable_caching else 10**6
+            before = (start - 1) // size if one.column is None else one.column
+            one.column = -(-(start + count) // size) - 1
+            for table in tables[len(self.groups) :]:
+                assert len(table) == one.column + 1, f"{one.request_id} has columns {table}"
+                target = table[one.column]
+                assert target, f"{one.request_id} has no block to write a state to"
+                assert target not in moved, "two write a state to one block"
+                moved[target] = target if before in (-1, one.column) else table[before]
+                sources.add((moved[target], target))
+        for source, target in sources:
+            assert source == target or source not in moved, "a state is read and replaced at once"
+        states = {target: self.content.get(source) for target, source in moved.items()}
+        self.content.update(states)
+
+    def write_state(self, one, start, count, tables):
+        for piece, table in enumerate(tables[len(self.groups) :]):
+            found = self.content[table[one.column]]
+            wanted = ("state", piece, one.value(start - 1))
+            assert not start or found == wanted, f"{one.request_id} begins at {start} with {found}"
+            self.content[table[one.column]] = ("state", piece, one.value(start + count - 1))
+
+    def draft(self, one, start, count):
+        """Let a draft model write its KV of a step, after it has read what is before it.
+
+        A twin of the block before may be hit, whose last draft KV was made from other tokens; so it
+        is in vLLM, and it costs a draft. But some request has made it from the right ones.
+        """
+        if not self.recompute:
+            return
+        known = one.num_tokens - getattr(one, "unread", 0)
+        text = one.all_token_ids[:known]  # without drafts that may be wrong
+        text += [sampled(one, place) for place in range(known, start + count + self.recompute)]
+        for position in range(start + count):
+            own = one.value(position)[0], text[: position + 1 + self.recompute]
+            if position >= start:
+                self.drafted.add(str(own))
+            else:
+                assert str(own) in self.drafted, f"{one.request_id} drafts with what none wrote"
 
     def process(self, step, seen):
         if self.defers:
@@ -339,4 +434,6 @@ def sampled(one, position):
 
 
 def manager_of(groups=PLAIN, num_blocks=40, kind=Manager, **options):
+    if kind is Manager and isinstance(groups[-1], kvcore.RecurrentState):
+        kind = StateManager
     return kind(settings(groups, num_blocks, **options))

@@ -281,12 +281,19 @@ class NaiveManager:
     def content(self, number, namespace, tokens):
         return (number, namespace, tuple(tokens))
 
-    def hits(self, tokens, namespace):
-        """The longest servable prefix, by trying every length from the longest."""
+    def hits(self, tokens, namespace, recompute=0):
+        """The longest servable prefix; with `recompute` that many tokens shorter at least."""
+        if recompute:
+            last = self.servable(tokens, namespace, len(tokens))[0] - recompute
+            return self.servable(tokens, namespace, last)
+        return self.servable(tokens, namespace, len(tokens) - 1)
+
+    def servable(self, tokens, namespace, last):
+        """The longest servable prefix up to `last` tokens, by trying every length from there."""
         nothing = 0, [[] for _ in self.groups]
         if namespace is None or not self.caching:
             return nothing
-        for length in range(len(tokens) - 1, 0, -1):
+        for length in range(last, 0, -1):
             found = []
             for number, group in enumerate(self.groups):
                 size = group[2]
@@ -328,11 +335,11 @@ class NaiveManager:
                 }
                 self.pool.retain(table.entries[place], wanted)
 
-    def open(self, tokens, namespace, retain=(), resumed=False, skips=False):
+    def open(self, tokens, namespace, retain=(), resumed=False, skips=False, recompute=0):
         namespace = namespace if self.caching else None
         retain = [(a, b, p, 10**9 if n is None else self.pool.now + n) for a, b, p, n in retain]
         seq = NaiveSequence(tokens, namespace, len(self.groups), retain)
-        seq.computed, found = self.hits(tokens, None if skips else namespace)
+        seq.computed, found = self.hits(tokens, None if skips else namespace, recompute)
         seq.cached = seq.computed
         for table, entries in zip(seq.tables, found, strict=True):
             table.entries = list(entries)

@@ -1,8 +1,9 @@
 """kvcore's events as vLLM's: what its publisher sends to routers and stores.
 
-One event of kvcore is one of vLLM's. A name is spelled as vLLM spells its hashes (the low 64 bits,
-or all bytes, as `VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES` says). `extra_keys` are those of vLLM: the
-adapter, `(identifier, offset)` of what is not tokens, the salt in a prompt's first block.
+One event of kvcore is one of vLLM's, or one for each group that has a piece of a state. A name is
+spelled as vLLM spells its hashes (the low 64 bits, or all bytes, as
+`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES` says). `extra_keys` are those of vLLM: the adapter,
+`(identifier, offset)` of what is not tokens, the salt in a prompt's first block.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ _ITEM_HEAD: Final = struct.Struct("<IQIBI")  # before its content: block-hashes.
 _MEDIUM: Final = "GPU"
 
 
+Kind = tuple[int, str, int | None]
+"""The number of a group of vLLM's, its kind and its window, in vLLM's words."""
+
+
 class Speller:
     """Turns events into vLLM's.
 
     Args:
-        kinds: for each layer group its kind and its window, in vLLM's words.
+        kinds: for each layer group of kvcore vLLM's: several where each has a piece of a state.
     """
 
-    def __init__(self, kinds: Sequence[tuple[str, int | None]]) -> None:
+    def __init__(self, kinds: Sequence[Sequence[Kind]]) -> None:
         self._kinds = tuple(kinds)
 
     def __call__(self, events: Iterable[Event]) -> list[Any]:
@@ -43,22 +48,21 @@ class Speller:
         told: list[Any] = []
         for event in events:
             if isinstance(event, BlocksStored):
-                told.append(self._stored(event))
+                told += [self._stored(event, kind) for kind in self._kinds[event.group]]
             elif isinstance(event, BlocksRemoved):
-                told.append(
-                    BlockRemoved(
-                        block_hashes=_spelled(event.block_hashes),
-                        medium=_MEDIUM,
-                        group_idx=event.group,
-                    )
-                )
+                names = _spelled(event.block_hashes)
+                told += [
+                    BlockRemoved(block_hashes=names, medium=_MEDIUM, group_idx=group)
+                    for group, _, _ in self._kinds[event.group]
+                ]
             else:  # all is gone, or what happened is lost and what is cached is told anew
                 told.append(AllBlocksCleared())
         return told
 
-    def _stored(self, run: BlocksStored) -> BlockStored:
+    @staticmethod
+    def _stored(run: BlocksStored, as_there: Kind) -> BlockStored:
         namespace = decode_namespace(run.namespace_key)
-        kind, window = self._kinds[run.group]
+        group, kind, window = as_there
         return BlockStored(
             block_hashes=_spelled(run.block_hashes),
             parent_block_hash=None if run.parent is None else _spelled([run.parent])[0],
@@ -68,7 +72,7 @@ class Speller:
             medium=_MEDIUM,
             lora_name=namespace.lora_name,
             extra_keys=_extra_keys(run, namespace),
-            group_idx=run.group,
+            group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
         )

@@ -30,6 +30,7 @@ from kvcore import (
     LayerGroup,
     Lease,
     OutOfBlocksError,
+    RecurrentState,
 )
 from kvcore.adapters.vllm.prompts import (
     BytesOf,
@@ -116,12 +117,16 @@ class Settings:
 
     Attributes:
         num_blocks: blocks in the cache, the null block included.
-        groups: the layer groups, block sizes filled in.
-        specs: vLLM's own descriptions of them.
-        caps: for each the most blocks that a request counts for when it is admitted, if less than
-            its length says.
+        groups: the layer groups, block sizes filled in; of recurrent states the last.
+        places: for each of vLLM's groups its place among the groups of kvcore; each piece of a
+            state is a group of vLLM's.
+        specs: vLLM's own descriptions of its groups.
+        caps: for each group with attention the most blocks that a request counts for when it is
+            admitted, if less than its length says.
         max_model_len: tokens.
         enable_caching: look prefixes up, and keep them.
+        recompute: tokens at the end of what is cached that a request computes again, because a
+            draft model needs the tokens after them.
         watermark_blocks: blocks that stay free when a request is admitted beside others.
         event_hashes: the hash function of KV events; None: no events.
         keep_fresh: note which blocks are handed out, for those who clear them.
@@ -133,10 +138,12 @@ class Settings:
 
     num_blocks: int
     groups: tuple[LayerGroup, ...]
+    places: tuple[int, ...]
     specs: tuple[Any, ...]
     caps: tuple[int | None, ...]
     max_model_len: int
     enable_caching: bool = True
+    recompute: int = 0
     watermark_blocks: int = 0
     event_hashes: HashAlgorithm | None = None
     keep_fresh: bool = False
@@ -177,7 +184,7 @@ class Manager:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         groups = settings.groups
-        sizes = [group.block_size for group in groups]
+        sizes = [one.block_size for one in groups if not isinstance(one, RecurrentState)]
         self.kv = KVCacheManager(
             settings.num_blocks,
             gcd(*sizes),
@@ -199,14 +206,17 @@ class Manager:
         self.enable_caching = settings.enable_caching
         self.log_stats = settings.new_stats is not None
         self.max_model_len = settings.max_model_len
-        self.num_kv_cache_groups = len(groups)
-        self.empty_kv_cache_blocks = Blocks(((),) * len(groups))
+        self.num_kv_cache_groups = len(settings.places)
+        self.empty_kv_cache_blocks = Blocks(((),) * len(settings.places))
         self.block_pool = PoolFace(self.kv)
         self.coordinator = SimpleNamespace(
             enable_partial_hash_hits=False,
             single_type_managers=[
-                SimpleNamespace(block_size=size, kv_cache_spec=spec)
-                for size, spec in zip(sizes, settings.specs, strict=True)
+                SimpleNamespace(
+                    block_size=sizes[place] if place < len(sizes) else self._common,
+                    kv_cache_spec=spec,
+                )
+                for place, spec in zip(settings.places, settings.specs, strict=True)
             ],
         )
         self.mamba_shared_prefix_checkpoint = False
@@ -288,7 +298,9 @@ class Manager:
         total = num_new_computed_tokens + num_new_tokens
         room = min(total + num_lookahead_tokens, self.max_model_len)
         appended = None
-        if not full_sequence_must_fit or self._fits(seq, request, spare - reserved_blocks):
+        if self._can_begin(seq) and (
+            not full_sequence_must_fit or self._fits(seq, request, spare - reserved_blocks)
+        ):
             appended = self._grow(seq, room, spare)
         if appended is None:
             self.kv.close(seq)
@@ -409,7 +421,12 @@ class Manager:
             items=prompt.items,
             resumed=request.num_preemptions > 0,
             skip_reading=skip_reading,
+            recompute=self.settings.recompute,
         )
+
+    def _can_begin(self, seq: KVSequence) -> bool:  # noqa: ARG002  # other kinds of groups may not
+        """Say whether a request can begin in this step with what it has found."""
+        return True
 
     def _admissible(self, request: Request, num_cached_tokens: int) -> KVSequence:
         """Return a new sequence that has all that was found, or nothing of it."""
@@ -438,18 +455,15 @@ class Manager:
         if self.settings.collector is not None:
             self._note_hits(seq, self.settings.collector)
         if not self._is_plain:  # this step needs what a window lets go of after it
-            self._admitted[request.request_id] = self._blocks_of(seq)
+            self._admitted[request.request_id] = self._blocks_of(seq, total)
         self._publish(seq, request, total)
 
     def _go_on(
         self, seq: KVSequence, request: Request, num_tokens: int, num_lookahead: int, spare: int
     ) -> Blocks | None:
         """Make room for a running request that has windows."""
-        processed = self._processed(request)
-        flying = self._flying.get(request.request_id)
-        self._settle(seq, request, processed)
-        while flying and flying[0][0] <= processed:
-            flying.popleft()[1].end()
+        self._settle(seq, request, self._processed(request))
+        self._land(request)
         total = request.num_computed_tokens + num_tokens
         room = min(total + num_lookahead, self.max_model_len)
         appended: Blocks | None = self.empty_kv_cache_blocks
@@ -460,6 +474,13 @@ class Manager:
         if appended is not None and num_tokens > 1:
             self._publish(seq, request, total)
         return appended
+
+    def _land(self, request: Request) -> None:
+        """End the leases of the steps that are over."""
+        processed = self._processed(request)
+        flying = self._flying.get(request.request_id)
+        while flying and flying[0][0] <= processed:
+            flying.popleft()[1].end()
 
     def _publish(self, seq: KVSequence, request: Request, total: int) -> None:
         """Let others hit what this step computes; what only this step sees is held by a lease."""
@@ -482,6 +503,12 @@ class Manager:
         """
         if self._is_plain:
             stop -= stop % self._size
+        self._extend(seq, request, stop)
+        if stop > seq.num_computed_tokens:
+            self.kv.commit(seq, stop - seq.num_computed_tokens)
+
+    def _extend(self, seq: KVSequence, request: Request, stop: int) -> None:
+        """Tell kvcore the first `stop` tokens, which are known."""
         known = seq.num_tokens
         if stop > known:
             features = request.mm_features
@@ -492,8 +519,6 @@ class Manager:
                 self.kv.append(seq, request.all_token_ids[known])
             else:
                 self.kv.extend(seq, request.all_token_ids[known:stop])
-        if stop > seq.num_computed_tokens:
-            self.kv.commit(seq, stop - seq.num_computed_tokens)
 
     def _processed(self, request: Request) -> int:
         """Return how many tokens the steps that are over have computed, of those that are known."""
@@ -514,28 +539,35 @@ class Manager:
             if cap is not None:
                 blocks = min(blocks, cap)
             missing += max(0, blocks - len(table.blocks))
-        return missing <= self.kv.num_free_blocks or (
-            self._let_all_go() and missing <= self.kv.num_free_blocks
-        )
+        if seq.state is not None:
+            missing += seq.state.num_missing()
+        while missing > self.kv.num_free_blocks:
+            if not self._make_room():
+                return False
+        return True
 
     def _grow(self, seq: KVSequence, room: int, spare: int) -> Blocks | None:
         """Reserve blocks for the first tokens; None: too few blocks are free."""
         if spare:
             missing = self.kv.num_missing_blocks(seq, max(0, room - seq.num_computed_tokens))
             if missing + spare > self.kv.num_free_blocks:
-                return self._grow(seq, room, spare) if self._let_all_go() else None
+                return self._grow(seq, room, spare) if self._make_room() else None
         try:
             ids = self.kv.reserve_to(seq, room)
         except OutOfBlocksError:
-            return self._grow(seq, room, spare) if self._let_all_go() else None
+            return self._grow(seq, room, spare) if self._make_room() else None
         if self.settings.keep_fresh or self.settings.collector is not None:
-            self._note_fresh(ids)
+            self._note_fresh(ids, len(seq.tables))
+        return self._appended(seq, ids, room)
+
+    def _appended(self, seq: KVSequence, ids: Ids, total: int) -> Blocks:  # noqa: ARG002
+        """Return the blocks that a step with room for `total` tokens appends to the tables."""
         return Blocks(ids)
 
-    def _note_fresh(self, ids: Ids) -> None:
+    def _note_fresh(self, ids: Ids, num_tables: int) -> None:
         collector = self.settings.collector
-        for group in ids:
-            if self.settings.keep_fresh:
+        for number, group in enumerate(ids):
+            if self.settings.keep_fresh and number < num_tables:  # a worker clears no states
                 self._fresh += group
             if collector is not None:
                 for block in map(BlockView, group):
@@ -554,6 +586,10 @@ class Manager:
         if seq is not None:
             self.kv.close(seq)
 
+    def _make_room(self) -> bool:
+        """Give up what no step needs; say whether there was any."""
+        return self._let_all_go()
+
     def _let_all_go(self) -> bool:
         """Close what was found and not admitted; say whether there was any."""
         found = bool(self._found)
@@ -561,8 +597,8 @@ class Manager:
             self._let_go(request_id)
         return found
 
-    @staticmethod
-    def _blocks_of(seq: KVSequence) -> Blocks:
+    def _blocks_of(self, seq: KVSequence, total: int = 0) -> Blocks:  # noqa: ARG002
+        """Return the tables of a request; `total`: for a step that ends there."""
         return Blocks(tuple([table.block_ids.tolist() for table in seq.tables]))
 
 

@@ -1,7 +1,8 @@
 """The plugin that makes kvcore vLLM's KV cache manager: `VLLM_PLUGINS=kvcore vllm serve ...`.
 
 Decides which engines kvcore serves: those of the versions in `VERSIONS` whose layers see all, a
-window or their own chunk. All others keep vLLM's own manager, and one line in the log says why.
+window or their own chunk, or keep a recurrent state. All others keep vLLM's own manager, and one
+line in the log says why.
 Nothing happens unless `VLLM_PLUGINS` names kvcore: an installed kvcore by itself changes no vLLM.
 
 vLLM has no hook for this: `register` puts its own function where vLLM's scheduler looks for the
@@ -32,9 +33,10 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.utils import tensor_data
 
 import kvcore
-from kvcore.adapters.vllm.events import Speller
+from kvcore.adapters.vllm.events import Kind, Speller
 from kvcore.adapters.vllm.manager import Manager, Manager022, Settings
-from kvcore.adapters.vllm.prompts import group_of
+from kvcore.adapters.vllm.prompts import groups_of, is_state
+from kvcore.adapters.vllm.states import StateManager
 
 VERSIONS: Final[dict[str, type[Manager]]] = {"0.22": Manager022, "0.32": Manager}
 """The minor versions of vLLM that this adapter was tried with, and what serves each."""
@@ -84,7 +86,8 @@ class Plugin:
         if isinstance(made, Settings):
             how = "Python" if isinstance(kvcore.KVCacheManager.open, FunctionType) else "compiled"
             logger.info("kvcore %s (%s) is the KV cache manager", kvcore.__version__, how)
-            return self.made(made)
+            has_states = isinstance(made.groups[-1], kvcore.RecurrentState)
+            return (StateManager if has_states else self.made)(made)
         logger.warning("kvcore leaves the KV cache to vLLM's own manager: %s", made)
         return self.own_manager(kv_cache_config, *args, **kwargs)
 
@@ -120,18 +123,23 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
     specs = tuple(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
     if not specs:
         return "a model without a KV cache"
-    groups = []
-    for spec in specs:
-        group = group_of(spec)
-        if isinstance(group, str):
-            return group
-        groups.append(group)
+    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    found = groups_of(specs, are_dense=interval is None)
+    if isinstance(found, str):
+        return found
+    groups, places = found
+    has_states = isinstance(groups[-1], kvcore.RecurrentState)
+    lookahead = told.get("num_prefill_lookahead") or 0
     refused = {
-        "EAGLE or MTP drafts": told["use_eagle"] or told.get("num_prefill_lookahead"),
+        "drafts of hidden states, or recurrent states, in vLLM 0.22": minor_version() == "0.22"
+        and (told["use_eagle"] or has_states),
+        "several MTP modules whose last cached block is not computed again": lookahead > 1
+        and not told["use_eagle"],
+        "recurrent states found between the ends of blocks (prefix_match_unit)": has_states
+        and told["enable_caching"]
+        and told["hash_block_size"] != told["scheduler_block_size"],
         "context parallelism": told["dcp_world_size"] > 1 or told["pcp_world_size"] > 1,
-        "an interval at which windows are retained": getattr(
-            kv_cache_config, "prefix_cache_retention_interval", None
-        ),
+        "an interval at which windows and states are retained": interval,
         "a host-resident KV cache": any(
             getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups
         ),
@@ -149,18 +157,21 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         if hasattr(spec, "max_admission_blocks_per_request")
         else None
         for spec in specs
+        if not is_state(spec)
     ]
-    kinds = [
-        (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
-        for spec in specs
-    ]
+    kinds: list[list[Kind]] = [[] for _ in groups]
+    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
+        kinds[min(place, len(groups) - 1)].append((index, kind, window))
     return Settings(
         num_blocks=kv_cache_config.num_blocks,
-        groups=tuple(groups),
+        groups=groups,
+        places=places,
         specs=specs,
         caps=tuple(caps),
         max_model_len=max_model_len,
         enable_caching=told["enable_caching"],
+        recompute=max(1, lookahead) if told["use_eagle"] else 0,
         watermark_blocks=int(told.get("watermark", 0.0) * kv_cache_config.num_blocks),
         event_hashes="sha256" if told["enable_kv_cache_events"] else None,
         keep_fresh=kv_cache_config.needs_kv_cache_zeroing,

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import lcm
 from typing import Any, Final, Protocol
 
 from kvcore import (
@@ -21,6 +22,7 @@ from kvcore import (
     LayerGroup,
     MultimodalItem,
     Namespace,
+    RecurrentState,
     SlidingWindow,
     pack,
 )
@@ -164,6 +166,68 @@ def embedding_items(
         content.update(bytes_of(rows))
         found.append(MultimodalItem(content.digest(), start, len(rows), mask))
     return tuple(found)
+
+
+def groups_of(
+    specs: Sequence[Any], *, are_dense: bool
+) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]] | str:
+    """Return the groups of kvcore that stand for vLLM's, or why kvcore does not keep them.
+
+    All groups of recurrent states together are one of kvcore's, and each of them is a piece.
+
+    Args:
+        specs: vLLM's groups, in its order.
+        are_dense: whether a state is kept wherever a chunk ends, instead of at ends of prompts.
+
+    Returns:
+        The groups, and for each of vLLM's its place among the groups and pieces.
+    """
+    groups: list[LayerGroup] = []
+    states: list[int] = []
+    attention: list[int] = []
+    for place, spec in enumerate(specs):
+        if is_state(spec):
+            states.append(place)
+            continue
+        group = group_of(spec)
+        if isinstance(group, str):
+            return group
+        attention.append(place)
+        groups.append(group)
+    if states:
+        why = _left_states([specs[place] for place in states], groups)
+        if why:
+            return why
+        common = lcm(*[group.block_size for group in groups])
+        groups.append(RecurrentState(len(states), common if are_dense else 0, common))
+    order = attention + states
+    return tuple(groups), tuple([order.index(place) for place in range(len(order))])
+
+
+def is_state(spec: Any) -> bool:  # noqa: ANN401  # vLLM's class of a layer
+    """Say whether the layers of a group keep recurrent states."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    layers = [spec] if inner is None else list(inner.values())
+    return all(type(one).__name__ == "MambaSpec" for one in layers)
+
+
+def _left_states(specs: Sequence[Any], groups: Sequence[LayerGroup]) -> str | None:
+    """Return why kvcore does not keep these states; None: it does."""
+    layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    common = lcm(*[group.block_size for group in groups])
+    if not groups:
+        return "recurrent states without a layer of attention"
+    if any(one.num_speculative_blocks for one in layers):
+        return "drafts in a network with recurrent states: a state for each draft token"
+    if any(one.num_prefill_checkpoint_blocks for one in layers):
+        return "recurrent states that a kernel writes within a chunk"
+    modes = {one.mamba_cache_mode for one in layers}
+    if not modes <= {"none", "align"}:
+        return f"recurrent states in the mode {', '.join(sorted(modes))}"
+    sizes = {one.block_size for one in layers if one.mamba_cache_mode == "align"}
+    if sizes - {common}:
+        return f"recurrent states at other positions ({sizes}) than blocks end at ({common})"
+    return None
 
 
 def group_of(spec: Any) -> LayerGroup | str:  # noqa: ANN401  # vLLM's class of a layer

@@ -173,22 +173,27 @@ class HybridChecks(RuleBasedStateMachine):
                 states[spelled(node)] = pieces
         return [*found, states]
 
-    def hits(self, elements, key):
-        """The longest prefix that all groups have, and the longest that those with KV have."""
+    def hits(self, elements, key, recompute=0):
+        """The longest prefix that all groups have, and the longest that those with KV have.
+
+        With `recompute` those with KV have so many tokens more.
+        """
         found = self.found()
         paths = [self.contents(elements, group.block_size) for group in self.groups]
         state = self.contents(elements, self.common)
-        junction = 0
-        for length in range((len(elements) - 1) // self.common * self.common, 0, -self.common):
-            whole = all(
+
+        def whole(length):
+            return all(
                 (key, paths[number][place + 1]) in found[number]
                 for number, group in enumerate(self.groups)
                 for place in range(first_kept(group, length), length // group.block_size)
             )
-            junction = junction or (length if whole else 0)
-            if whole and (key, state[length // self.common]) in found[-1]:
-                return length, junction
-        return 0, junction
+
+        last = len(elements) - (recompute == 0)
+        lengths = [n for n in range(self.common, last + 1, self.common) if whole(n)]
+        lengths = [n for n in lengths if n <= lengths[-1] - recompute]
+        served = [n for n in lengths if (key, state[n // self.common]) in found[-1]]
+        return served[-1] if served else 0, lengths[-1] if lengths else 0
 
     # What must hold.
 

@@ -64,21 +64,24 @@ class HybridMachine(HybridChecks):
         boundaries=BOUNDARIES,
         retain=RETAIN,
         how=st.sampled_from(["", "", "", "resumed", "blind"]),
+        recompute=st.sampled_from([0, 0, 0, 1, 5]),
     )
-    def open(self, prompt, image, name, boundaries, retain, how):
-        self.begin(with_image(prompt, image), name, boundaries, retain, how)
+    def open(self, prompt, image, name, boundaries, retain, how, recompute):
+        self.begin(with_image(prompt, image), name, boundaries, retain, how, recompute)
 
-    def begin(self, elements, name, boundaries=(), retain=(), how=""):
+    def begin(self, elements, name, boundaries=(), retain=(), how="", recompute=0):
         """Open a sequence, beside the plan for it, which is exact."""
         kv, tokens_items = self.kv, lowered(elements)
         tokens, items = tokens_items
         about = {"namespace": NAMESPACES[name], "items": items, "skip_reading": how == "blind"}
+        about["recompute"] = recompute
         before = self.view()
         plan = kv.plan(tokens, **about)
         expect("P4", self.view(), before, "state after a plan")
         cached = NAMESPACES[name] is not None and self.caching
         key = kvcore.encode_namespace(NAMESPACES[name]) if cached else None
-        hit, junction = self.hits(elements, key) if cached and how != "blind" else (0, 0)
+        looks = cached and how != "blind"
+        hit, junction = self.hits(elements, key, recompute) if looks else (0, 0)
         free = kv.num_free_blocks
         real = kv.open(
             tokens, **about, boundaries=boundaries, retain=retain, resumed=how == "resumed"
@@ -88,6 +91,7 @@ class HybridMachine(HybridChecks):
         expect("P13", plan.num_revived_blocks, free - kv.num_free_blocks, "blocks revived")
         length, size = len(elements), self.common
         ends = [min(end, length) for end in boundaries] + [length - 1, junction]
+        ends += [length // size * size - recompute] if recompute else []
         wanted = frozenset(end // size * size for end in ends if end // size * size > hit)
         entry = Entry(real, elements, self.origin(name), cached, length, wanted, retain=retain)
         entry.opened_at = kv.pool.step
@@ -170,6 +174,18 @@ class HybridMachine(HybridChecks):
         entry = self.pick(which)
         length = length if back is None else len(entry.tokens) - back
         self.cut(entry, max(0, min(length, len(entry.tokens))))
+
+    @some(lambda e: e.kept)
+    @rule(which=WHICH)
+    def drop_kept_state(self, which):
+        """Its blocks are free then, but those that the next step reads, or others hold."""
+        entry = self.pick(which, lambda e: e.kept)
+        state, free = entry.real.state, self.kv.num_free_blocks
+        own = [] if state.kept is state.read else state.kept
+        freed = sum(block.ref_count == 1 for block in own)
+        expect("P36", self.kv.drop_kept_state(entry.real), freed, "the blocks that it says it frees")
+        expect("P36", self.kv.num_free_blocks - free, freed, "the blocks that are free in addition")
+        entry.kept = 0
 
     @precondition(lambda self: 0 < len(self.live) < 6)
     @rule(which=WHICH)

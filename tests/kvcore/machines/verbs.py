@@ -40,12 +40,21 @@ class ManagerVerbs(ManagerChecks):
         """A prompt of a small family, so that whole, half and missed hits are all common."""
         return opened(self.begin(with_image(prompt, image), NAMESPACES[name], packed, retain))
 
-    @rule(target=SEQUENCES, entry=SEQUENCES, packed=st.booleans(), skips=st.booleans())
-    def open_again(self, entry, packed, skips=False):
+    @rule(
+        target=SEQUENCES,
+        entry=SEQUENCES,
+        packed=st.booleans(),
+        skips=st.booleans(),
+        recompute=st.sampled_from([0, 0, 1, 5]),
+    )
+    def open_again(self, entry, packed, skips=False, recompute=0):
         """The same tokens once more: a retry, or the next turn; looked up, or computed anew."""
-        return opened(self.begin(entry[1].tokens or [0], entry[1].namespace, packed, skips=skips))
+        tokens, namespace = entry[1].tokens or [0], entry[1].namespace
+        return opened(self.begin(tokens, namespace, packed, skips=skips, recompute=recompute))
 
-    def begin(self, tokens, namespace, packed, retain=(), resumed=False, skips=False):
+    def begin(
+        self, tokens, namespace, packed, retain=(), resumed=False, skips=False, recompute=0
+    ):  # fmt: skip
         """Open a sequence, beside the plan for it; None where it is too long to be one."""
         plain, items = lowered(tokens)
         given = kvcore.pack(plain) if packed else plain
@@ -60,19 +69,19 @@ class ManagerVerbs(ManagerChecks):
             return None
         before = self.view()
         about = {"namespace": namespace, "items": items, "skip_reading": skips}
+        about["recompute"] = recompute
         plan = self.kv.plan(given, **about)
         chunk = 1 + len(self.live) % 4
         chunked = self.kv.plan(given, **about, chunk=chunk)
         expect("P4", self.view(), before, "state after a plan")
-        cached, hits = self.naive.hits(tokens, None if skips else namespace)
+        cached, hits = self.naive.hits(tokens, None if skips else namespace, recompute)
         held = [block_id for table in hits for block_id in table if block_id]
         revived = sum(self.naive.pool.refs[block_id] == 0 for block_id in held)
         deferred = self.naive.num_deferred()
         peak = self.naive.peak(hits, cached, len(tokens), chunk)
         wishes = [kvcore.Retention(*wish) for wish in retain]
-        options = {"retain": wishes, "resumed": resumed, "skip_reading": skips}
-        real = self.kv.open(given, namespace=namespace, items=items, **options)
-        naive = self.naive.open(tokens, namespace, retain, resumed, skips)
+        real = self.kv.open(given, **about, retain=wishes, resumed=resumed)
+        naive = self.naive.open(tokens, namespace, retain, resumed, skips, recompute)
         entry = [real, naive, [*map(list, real.block_tables)]]
         self.live.append(entry)
         self.check_memory(entry)

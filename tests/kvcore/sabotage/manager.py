@@ -184,6 +184,12 @@ class manager_keeps_from_others_what_was_not_looked_up(kvcore.KVCacheManager):
         return super().open(tokens, namespace=None if skip_reading else namespace, **options)
 
 
+@sabotage(machines.ManagerMachine, "P24")
+class manager_hits_what_a_draft_model_computes_again(kvcore.KVCacheManager):
+    def open(self, tokens, *, recompute=0, **options):
+        return super().open(tokens, recompute=min(recompute, 1), **options)
+
+
 @sabotage(machines.ManagerMachine, "P25", rows=(103,))
 class manager_reads_what_is_shared_from_ref_counts(kvcore.KVCacheManager):
     def num_common_blocks(self, seqs, *, group=0):

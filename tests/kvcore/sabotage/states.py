@@ -28,6 +28,7 @@ NEAR = {  # the rules that are near a bug; in their order a first one that fits 
     "of_a_load": ("open", "begin_load", "commit_load"),
     "leak_when_a_load": ("open", "run", "begin_load", "commit_load"),
     "leak_when_they": (*LIFE, "fail_load", "fail_blocks"),
+    "are_dropped": (*LIFE, "decode", "pass_a_boundary", "drop_kept_state"),
     "that_are_bad": ("open", "run", "fork", "fail_blocks"),
     "are_forgotten": ("open", "close", "run_ahead"),
     "are_not_wanted_on_the_grid": LIFE,
@@ -276,6 +277,35 @@ wrong(
     "ends.add(num_tokens // size",
     "P24",
     "P34",
+)
+wrong(
+    "are_not_wanted_where_the_next_look_up_ends",
+    KVCacheManager.open,
+    "if again and",
+    "if False and",
+    "P24",
+)
+wrong(
+    "hit_what_a_draft_model_computes_again",
+    share.find_prefix,
+    "rest = max(0, longest - recompute)",
+    "rest = longest",
+    "P24",
+)
+wrong(
+    "are_dropped_and_leak", states.drop_kept, "pool.give_back(table.kept)", "pass", "P2", "P36"
+)
+wrong(
+    "are_dropped_while_a_step_reads_them",
+    states.drop_kept,
+    "if table.kept is not table.read:",
+    "if True:",
+    "P2",
+    "P18",
+    "P31",
+    "P33",
+    "P35",
+    "P36",
 )
 wrong(
     "are_not_wanted_where_prompts_part",
