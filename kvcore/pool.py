@@ -370,8 +370,6 @@ class BlockPool:
         self._check_own(blocks)
         losing = [block for block in dict.fromkeys(blocks) if block.node is not None]
         idle = [block for block in losing if block.next_free is not None]
-        if losing and self.watcher is not None:
-            self.watcher.cleared()
         before = PendingRelease([], len(self.empty_blocks), self.last_event)
         try:
             self.empty_blocks += idle

@@ -1,10 +1,11 @@
 """The disk tier: copies in append-only segments that survive the process.
 
 Decides: where a record goes, what is evicted, and when a segment is rewritten. Records are appended
-to the newest segment. An evicted record stays where it is, as dead bytes; when the capacity is
-reached, the segment with the most dead bytes is compacted: its other records are copied to the
-newest segment and the file is deleted. Live records may take seven eighths of the capacity less two
-segments, so there are always dead bytes to win, and the room of one segment is left for the copy.
+to the newest segment. An evicted record stays where it is, as dead bytes, and its header is marked;
+when the capacity is reached, the segment with the most dead bytes is compacted: its other records
+are copied to the newest segment and the file is deleted. Live records may take seven eighths of the
+capacity less two segments, so there are always dead bytes to win, and the room of one segment is
+left for the copy.
 
 Invariants: the sizes of all segments together never exceed the capacity, also during a compaction
 and after a crash at any write; a record is found exactly if it is whole and of our meaning; one put
@@ -13,16 +14,16 @@ again and again, or a folder that is gone, turns it off. The index is made by re
 all records at the start; payloads are checked when they are read. Safe for several threads.
 
 No fsync: after a power failure the records of the last seconds may be missing, or wrong, which
-their checksums show. After a restart the order is that of writing, and evicted records whose bytes
-are still there are found again.
+their checksums show. After a restart the order is that of writing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, SupportsIndex, final
 
 from kvcore.arguments import as_int
@@ -31,7 +32,6 @@ from kvcore.tiers.record import (
     RECORD_BYTES,
     SEGMENT_BYTES,
     VERSION,
-    Fault,
     Header,
     Key,
     Meaning,
@@ -66,6 +66,8 @@ class DiskTier:
     Args:
         path: the folder; `kvcore-tier` is made in it.
         capacity_bytes: the most bytes that the segments may take.
+        segment_bytes: the size of a segment; None: a 64th of the capacity, at most 256 MiB. At
+            least one record has room in any case.
         segments: the files, for tests; None: those of `path`.
 
     Attributes:
@@ -82,6 +84,7 @@ class DiskTier:
         path: str | os.PathLike[str],
         capacity_bytes: SupportsIndex,
         *,
+        segment_bytes: SupportsIndex | None = None,
         segments: Segments | None = None,
     ) -> None:
         self.name = "disk"
@@ -96,7 +99,10 @@ class DiskTier:
         self._next_segment = 1
         self._next_record = 1
         self._num_failures = 0
-        self._segment_bytes = 0
+        capacity = self.stats.capacity_bytes
+        self._segment_bytes = min(capacity // _NUM_SEGMENTS, _MAX_SEGMENT_BYTES)
+        if segment_bytes is not None:
+            self._segment_bytes = as_int("segment_bytes", segment_bytes, 1)
         self._meaning = Meaning(b"")
 
     def start(self, meaning: Meaning, largest: int) -> None:
@@ -104,11 +110,12 @@ class DiskTier:
         self._meaning = meaning
         capacity = self.stats.capacity_bytes
         least = SEGMENT_BYTES + RECORD_BYTES + largest
-        self._segment_bytes = max(min(capacity // _NUM_SEGMENTS, _MAX_SEGMENT_BYTES), least)
-        if capacity < _LEAST_SEGMENTS * least:
+        self._segment_bytes = max(self._segment_bytes, least)
+        least = _LEAST_SEGMENTS * self._segment_bytes
+        if capacity < least:
             raise TierError(
-                f"disk tier: wanted a capacity of at least {_LEAST_SEGMENTS * least:,} bytes for "
-                f"copies of {largest:,}, got {capacity:,}"
+                f"disk tier: wanted a capacity of at least {least:,} bytes for copies of "
+                f"{largest:,}, got {capacity:,}"
             )
         self._files.start()
         try:
@@ -139,7 +146,7 @@ class DiskTier:
             if data is None or header.length != length:
                 if data is not None:
                     self.stats.faults["short"] += 1
-                self._drop(key)
+                self._bury(key)
                 return None
             self._order.touch(key)
             self.stats.num_hits += 1
@@ -231,10 +238,10 @@ class DiskTier:
                 self._trim(number, offset)
                 return
             self._next_record = max(self._next_record, header.number + 1)
-            if header.meaning == self._meaning:
-                self._add(header, offset)
-            else:
+            if header.meaning != self._meaning:
                 self.stats.faults["foreign"] += 1
+            elif not header.is_dead:
+                self._add(header, offset)
             offset += RECORD_BYTES + header.length
 
     def _trim(self, number: int, offset: int) -> None:
@@ -286,10 +293,17 @@ class DiskTier:
 
     def _evict_oldest(self) -> int:
         """Evict a record; return its bytes."""
-        key = self._order.oldest()
-        header, _ = self._index[key]
-        self._drop(key)
         self.stats.num_evicted += 1
+        return self._bury(self._order.oldest())
+
+    def _bury(self, key: Key) -> int:
+        """Drop a record, and say so on the disk, so that no restart finds it; return its bytes."""
+        header, offset = self._index[key]
+        self._drop(key)
+        try:
+            self._files.write(header.segment, offset, [replace(header, is_dead=True).encode()])
+        except OSError as error:  # then a restart may find it again: it is whole, or a miss
+            self._note_failure(error)
         return RECORD_BYTES + header.length
 
     def _make_room(self, size: int) -> bool:
@@ -311,9 +325,7 @@ class DiskTier:
         """Rewrite the segment with the most dead bytes; whether that wins anything."""
         if not self._segments:
             return False
-        number, segment = max(
-            self._segments.items(), key=lambda item: item[1].size - item[1].live
-        )
+        number, segment = max(self._segments.items(), key=lambda item: item[1].size - item[1].live)
         if segment.size - segment.live <= 2 * SEGMENT_BYTES and segment.live:
             return False
         if number == self._active:
@@ -409,10 +421,8 @@ class DiskTier:
             self._drop(key)
         if number == self._active:
             self._active = None
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._files.delete(number)
-        except FileNotFoundError:
-            pass
         del self._segments[number]
         self.stats.used_bytes -= segment.size
 

@@ -133,7 +133,7 @@ class Folder:
 
     def delete(self, number: int) -> None:
         """See `Segments.delete`."""
-        os.unlink(self._name(number))
+        Path(self._name(number)).unlink()
 
     def close(self) -> None:
         """See `Segments.close`."""

@@ -44,6 +44,7 @@ class HostTier:
 
     def start(self, meaning: Meaning, largest: int) -> None:
         """See `Tier.start`. It begins empty, so the meaning of its copies is always ours."""
+        del meaning
         if self.stats.capacity_bytes < largest + ENTRY_BYTES:
             raise TierError(
                 f"host tier: wanted room for a copy of {largest:,} bytes, got "

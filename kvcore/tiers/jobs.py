@@ -73,10 +73,14 @@ class _Job:
         self._is_cancelled = False
         self._lock = threading.Lock()  # held while a block is touched
 
+    def _may_go_on(self) -> bool:
+        """Whether its blocks may be touched. O(1)."""
+        return not self._is_cancelled
+
     @property
     def is_stale(self) -> bool:
         """Whether the tiers were cleared since it was begun. O(tiers)."""
-        return any([tier.epoch != epoch for tier, epoch in self._tiers])
+        return any(tier.epoch != epoch for tier, epoch in self._tiers)
 
     def cancel(self) -> None:
         """Touch no block from now on. Waits at most until one block is copied."""
@@ -120,14 +124,14 @@ class LoadJob(_Job):
         size = self._block_bytes
         length = size * len(part.block_ids)
         for place, (tier, _) in enumerate(self._tiers):
-            if self._is_cancelled or self.is_stale:
+            if not self._may_go_on() or self.is_stale:
                 return False
             payload = tier.get(part.key, length)
             if payload is None:
                 continue
             for number, block_id in enumerate(part.block_ids):
                 with self._lock:
-                    if self._is_cancelled:
+                    if not self._may_go_on():
                         return False
                     self._mover.write_block(block_id, payload[number * size : (number + 1) * size])
             self.num_found[tier.name] += 1
@@ -152,12 +156,12 @@ class StoreJob(_Job):
 
     def _store(self, part: Part) -> None:
         wanting = [(tier, epoch) for tier, epoch in self._tiers if not tier.contains(part.key)]
-        if not wanting or self._is_cancelled or self.is_stale:
+        if not wanting or not self._may_go_on() or self.is_stale:
             return
         pieces: list[bytes] = []
         for block_id in part.block_ids:
             with self._lock:
-                if self._is_cancelled:
+                if not self._may_go_on():
                     return
                 pieces.append(bytes(self._mover.read_block(block_id)))
         payload = memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))

@@ -4,7 +4,7 @@ A segment is a file: a header of 32 bytes, then records one behind the other, ea
 bytes and the payload. All integers are little-endian.
 
     segment   "KVTSEGM1" | version u32 | 0 u32 | number of the segment u64 | xxh3-64 of these 24
-    record    "KVTR" | layer group u32 | priority u32 | 0 u32 | number of its segment u64
+    record    "KVTR" | layer group u32 | priority u32 | 1: evicted, else 0 u32 | its segment u64
               | number of the record u64 | length u64 | block hash 32 | digest of meaning 32
               | xxh3-128 of the payload 16 | xxh3-64 of the header up to here u64
 
@@ -88,6 +88,7 @@ class Header:
         number: counts the records of a tier; of two with one key the later counts.
         length: bytes of the payload.
         checksum: of the payload.
+        is_dead: it was evicted; its header was written again to say so.
     """
 
     key: Key
@@ -97,6 +98,7 @@ class Header:
     number: int
     length: int
     checksum: bytes
+    is_dead: bool = False
 
     def encode(self) -> bytes:
         """Return its 128 bytes. O(1)."""
@@ -104,7 +106,7 @@ class Header:
             _RECORD_MAGIC,
             int.from_bytes(self.key[:4], "little"),
             self.priority,
-            0,
+            int(self.is_dead),
             self.segment,
             self.number,
             self.length,
@@ -126,9 +128,10 @@ def decode_header(data: bytes) -> Header | Fault:
     fields = _RECORD.unpack(head)
     if fields[0] != _RECORD_MAGIC or _sealed(head) != head:
         return "corrupted"
-    _, group, priority, _, segment, number, length, block_hash, meaning, checksum, _ = fields
+    _, group, priority, dead, segment, number, length, block_hash, meaning, checksum, _ = fields
     key = key_of(group, block_hash)
-    return Header(key, Meaning(meaning), priority, segment, number, length, checksum)
+    about = segment, number, length, checksum, bool(dead)
+    return Header(key, Meaning(meaning), priority, *about)
 
 
 def fault_of(data: bytes, wanted: Header) -> Fault | None:

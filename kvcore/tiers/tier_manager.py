@@ -158,7 +158,7 @@ class TierManager:
             block = next(iter(self._published))
             del self._published[block]
             held = self._pieces(block)
-            if held and not any([each in blocks for each in held]):
+            if held and not any(each in blocks for each in held):
                 part = self._part(held)
                 if part is not None:
                     parts.append(part)
@@ -182,7 +182,7 @@ class TierManager:
         job.cancel()
         self._stores.remove(job)
         self._storing.difference_update([part.key for part in job.parts])
-        self._num_storing -= len(job.lease.blocks)
+        self._num_storing -= sum([len(part.block_ids) for part in job.parts])
         job.lease.end()
 
     def cancel_stores(self) -> bool:
@@ -215,7 +215,7 @@ class TierManager:
             return None
         size = self.kv.pool.block_sizes[first.group]
         key = key_of(first.group, node_hash(first.node, size, _ALGORITHM))
-        if key in self._storing or all([tier.contains(key) for tier in self.tiers]):
+        if key in self._storing or all(tier.contains(key) for tier in self.tiers):
             return None
         terms = self.kv.pool.idle_blocks.kept.get(first.block_id)
         ids = tuple([block.block_id for block in held])
@@ -305,7 +305,7 @@ class TierManager:
                     key = key_of(number, node_hash(block.node, table.block_size, _ALGORITHM))
                     for tier in self.tiers:
                         tier.touch(key)
-                    if not all([tier.contains(key) for tier in self.tiers]):
+                    if not all(tier.contains(key) for tier in self.tiers):
                         self._published[block] = None
 
     def close(self) -> None:
@@ -339,20 +339,26 @@ class TierManager:
         if state is not None:
             runs.append(_Run(self, seq, state.number, state.block_size, last))
         for num_tokens in range(last, computed, -self._common):
-            keys: list[Key] | None = []
-            for run, table in zip(runs, seq.tables, strict=False):
-                first = table.first_loaded(computed, num_tokens)
-                found = run.keys_between(first, num_tokens // table.block_size)
-                keys = None if found is None or keys is None else keys + found
-                if keys is None:
-                    break
-            if keys is not None and state is not None:
-                stop = num_tokens // state.block_size
-                found = runs[-1].keys_between(stop - 1, stop)
-                keys = None if found is None else keys + found
+            keys = _keys_of(seq, runs, num_tokens)
             if keys is not None:
                 return num_tokens, keys
         return computed, []
+
+
+def _keys_of(seq: KVSequence, runs: Sequence[_Run], num_tokens: int) -> list[Key] | None:
+    """Return the keys of what a load of `num_tokens` tokens takes; None: some are nowhere."""
+    keys: list[Key] = []
+    for run, table in zip(runs, seq.tables, strict=False):
+        first = table.first_loaded(seq.num_computed_tokens, num_tokens)
+        found = run.keys_between(first, num_tokens // table.block_size)
+        if found is None:
+            return None
+        keys += found
+    if seq.state is not None:
+        stop = num_tokens // seq.state.block_size
+        found = runs[-1].keys_between(stop - 1, stop)
+        return None if found is None else keys + found
+    return keys
 
 
 @final
@@ -399,7 +405,7 @@ class _Run:
 
     def _has(self, place: int) -> bool:
         key = self._key(place)
-        return any([tier.contains(key) for tier in self._tiers])
+        return any(tier.contains(key) for tier in self._tiers)
 
     def _key(self, place: int) -> Key:
         """Return the key of a block; those before it are computed as well. O(new tokens)."""

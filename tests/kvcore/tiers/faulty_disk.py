@@ -1,4 +1,4 @@
-"""A disk that fails in every way that disks do, one operation at a time, and a watch on its size."""
+"""A disk that fails in every way that disks do, one operation at a time, and counts its bytes."""
 
 import errno
 
@@ -8,7 +8,7 @@ WRITES = ("torn", "lost", "late", "repeated", "stale", "corrupted", "short", "fu
 READS = ("failed", "corrupted", "short", "stale")
 
 
-class Broken(AssertionError):
+class BrokenError(AssertionError):
     """A property does not hold; the message begins with its number."""
 
 
@@ -54,8 +54,8 @@ class FaultyDisk:
             self._put(number, offset, bytes(len(data)))
         elif fault == "short":
             self._put(number, offset, half)
-        elif fault == "corrupted":
-            spot = len(data) * 2 // 3
+        elif fault == "corrupted" and len(data) > 3:
+            spot = len(data) - 3
             self._put(number, offset, data[:spot] + bytes([data[spot] ^ 4]) + data[spot + 1 :])
         elif fault == "stale":  # what stood in these places of the device before
             older = b"".join(self.files.values())[-len(data) :]
@@ -80,8 +80,8 @@ class FaultyDisk:
         fault = self.read_faults.pop(0) if self.read_faults else None
         if fault == "failed":
             raise OSError(errno.EIO, fault)
-        if fault == "corrupted" and data:
-            spot = len(data) * 2 // 3
+        if fault == "corrupted" and len(data) > 3:
+            spot = len(data) - 3
             return data[:spot] + bytes([data[spot] ^ 4]) + data[spot + 1 :]
         if fault == "short":
             return data[: len(data) // 2]
@@ -121,7 +121,7 @@ class FaultyDisk:
         file[offset : offset + len(data)] = data
         self.num_moved += len(data)
         if self.capacity is not None and self.total > self.capacity:
-            raise Broken(f"P39: {self.total} bytes on a disk tier of {self.capacity}")
+            raise BrokenError(f"P39: {self.total} bytes on a disk tier of {self.capacity}")
 
     def _check_there(self):
         if self.is_gone:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import kvcore
 from kvcore import tiers
-from tests.kvcore.tiers.faulty_disk import READS, WRITES, Broken, FaultyDisk
+from tests.kvcore.tiers.faulty_disk import READS, WRITES, BrokenError, FaultyDisk
 
 SIZE = 2  # tokens a block
 NUM_BYTES = 16  # of a block
@@ -46,8 +46,13 @@ class Memory:
     def __init__(self, num_blocks):
         self.blocks = [bytes(NUM_BYTES)] * num_blocks
 
+    meanwhile = None
+
     def read_block(self, block_id):
-        return self.blocks[block_id]
+        data, meanwhile, self.meanwhile = self.blocks[block_id], self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()  # on another thread
+        return data
 
     def write_block(self, block_id, data):
         self.blocks[block_id] = bytes(data)
@@ -66,13 +71,13 @@ class Watched:
     def put(self, key, payload, priority, epoch):
         wanted = self.machine.true_payloads.get(key)
         if wanted is None:
-            raise Broken("P37: stored under a key that no prefix of this namespace has")
+            raise BrokenError("P37: stored under a key that no prefix of this namespace has")
         if bytes(payload) != wanted:
-            raise Broken("P38: stored after its block was reused, or before it was written")
+            raise BrokenError("P38: stored after its block was reused, or before it was written")
         is_old = epoch != self.tier.epoch
         is_kept = self.tier.put(key, payload, priority, epoch)
         if is_old and is_kept and key not in self.machine.since_clear:
-            raise Broken("P38: a store of before a reset came late, and is found")
+            raise BrokenError("P38: a store of before a reset came late, and is found")
         if is_kept:
             self.machine.since_clear.add(key)
         return is_kept
@@ -81,11 +86,11 @@ class Watched:
         is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()
         payload = self.tier.get(key, length)
         if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
-            raise Broken("P37: a tier served other bytes than this prefix has")
+            raise BrokenError("P37: a tier served other bytes than this prefix has")
         if payload is not None and key not in self.machine.since_clear:
-            raise Broken("P37: a tier served what was forgotten by a reset, or is not ours")
+            raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
         if payload is None and is_there and self.tier.stats.faults.total() == faults:
-            raise Broken("P37: a record was not served, and that is not counted")
+            raise BrokenError("P37: a record was not served, and that is not counted")
         return payload
 
 
@@ -96,12 +101,17 @@ class TierMachine(RuleBasedStateMachine):
     host_tier = tiers.HostTier
     tier_manager = tiers.TierManager
 
-    @initialize(groups=st.sampled_from(GROUPS), host=st.booleans(), disk=st.sampled_from([2, 3, 6]))
-    def begin(self, groups, host, disk):
+    @initialize(
+        groups=st.sampled_from(GROUPS),
+        host=st.booleans(),
+        records=st.integers(1, 3),
+        segments=st.sampled_from([9, 14]),
+    )
+    def begin(self, groups, host, records, segments):
         self.groups, self.has_host = groups, host
-        pieces = groups[-1].num_blocks if groups and hasattr(groups[-1], "num_blocks") else 1
-        record = 160 + NUM_BYTES * pieces
-        self.capacity = 8 * record * disk
+        pieces = getattr(groups[-1], "num_blocks", 1) if groups else 1
+        self.segment_bytes = 32 + records * (128 + NUM_BYTES * pieces)
+        self.capacity = segments * self.segment_bytes
         self.disk = FaultyDisk()
         self.ever_stored = {}  # weights -> keys that a disk may serve
         self.start("a", self.capacity)
@@ -114,7 +124,9 @@ class TierMachine(RuleBasedStateMachine):
         self.since_clear = self.ever_stored.setdefault(weights, set())
         self.loads, self.stores, self.namespaces = [], [], {}
         self.disk.capacity = None
-        chosen = [self.disk_tier("", capacity, segments=self.disk)]
+        chosen = [
+            self.disk_tier("", capacity, segment_bytes=self.segment_bytes, segments=self.disk)
+        ]
         if self.has_host:
             chosen.insert(0, self.host_tier(12 * (512 + 2 * NUM_BYTES)))
         self.tiers = self.tier_manager(
@@ -126,7 +138,9 @@ class TierMachine(RuleBasedStateMachine):
             max_store_blocks=8,
         )
         if self.disk.total > capacity:
-            raise Broken(f"P39: {self.disk.total} bytes on a disk tier of {capacity} at its start")
+            raise BrokenError(
+                f"P39: {self.disk.total} bytes on a disk tier of {capacity} at its start"
+            )
         self.disk.capacity = capacity
 
     # What a block must hold
@@ -155,14 +169,14 @@ class TierMachine(RuleBasedStateMachine):
                 prefix = tuple(seq.packed[: (place + 1) * table.block_size])
                 wanted = self.bytes_of(self.namespaces[seq], number, prefix)
                 if self.memory.blocks[table.block_ids[place]] != wanted:
-                    raise Broken(what)
+                    raise BrokenError(what)
         state = seq.state
         if state is not None and computed and state.read:
             prefix = tuple(seq.packed[:computed])
             for piece, block in enumerate(state.read):
                 wanted = self.bytes_of(self.namespaces[seq], state.number, prefix, piece)
                 if self.memory.blocks[block.block_id] != wanted:
-                    raise Broken(what)
+                    raise BrokenError(what)
 
     def open_sequence(self, tokens, salt):
         namespace = kvcore.Namespace(salt=salt)
@@ -210,7 +224,7 @@ class TierMachine(RuleBasedStateMachine):
             self.run(job)
             is_loaded = self.tiers.finish_load(job)
             if is_loaded and seq.num_computed_tokens != found.num_tokens:
-                raise Broken("P38: a load brought other tokens than were found")
+                raise BrokenError("P38: a load brought other tokens than were found")
             if is_loaded:
                 self.check_blocks(seq, "P38: a load is counted as done before its bytes are there")
         self.compute(seq)
@@ -239,7 +253,7 @@ class TierMachine(RuleBasedStateMachine):
             ):
                 key = number.to_bytes(4, "little") + block_hash
                 if not disk.contains(key):
-                    raise Broken("P24: a prompt was stored, and a tier does not have it")
+                    raise BrokenError("P24: a prompt was stored, and a tier does not have it")
 
     @rule(forks=st.lists(st.integers(0, 9), min_size=2, max_size=4))
     def churn(self, forks):
@@ -261,9 +275,10 @@ class TierMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 1), runs=st.booleans(), closes=st.booleans(), twice=st.booleans())
     def end_load(self, index, runs, closes, twice):
         """A load ends: done or given up, its request still there or not."""
-        if index >= len(self.loads):
-            return
-        seq, job = self.loads.pop(index)
+        if index < len(self.loads):
+            self.end(*self.loads.pop(index), runs, closes, twice)
+
+    def end(self, seq, job, runs, closes, twice):
         if runs:
             self.run(job)
         if closes:
@@ -271,24 +286,32 @@ class TierMachine(RuleBasedStateMachine):
         before = seq.num_computed_tokens
         is_loaded = self.tiers.finish_load(job)
         if is_loaded and (closes or not runs):
-            raise Broken("P38: a load joined without its bytes, or a request that has gone")
-        if not is_loaded and not closes and seq.num_computed_tokens != before:
-            raise Broken("P38: a load that failed left a trace")
-        if twice and self.tiers.finish_load(job):
-            raise Broken("P38: a second completion changed something")
+            raise BrokenError("P38: a load joined without its bytes, or a request that has gone")
+        if not is_loaded and seq.num_computed_tokens != before:
+            raise BrokenError("P38: a load that failed left a trace")
         if job.lease.is_active:
-            raise Broken("P41: a load has ended and still holds its blocks")
-        if not runs:  # it runs after all: it must touch no block, they may be another's
-            blocks = [*self.memory.blocks]
-            self.run(job)
-            if blocks != self.memory.blocks:
-                raise Broken("P38: a load that was given up wrote to blocks")
+            raise BrokenError("P41: a load has ended and still holds its blocks")
+        if not runs:
+            self.run_too_late(job)
+        if twice and self.tiers.finish_load(job):
+            raise BrokenError("P38: a second completion changed something")
         if not closes:
             if is_loaded:
                 self.check_blocks(seq, "P38: a load is counted as done before its bytes are there")
-            if seq.namespace_key is not None or not seq.num_computed_tokens:
-                self.compute(seq)
-            self.kv.close(seq)
+            self.go_on(seq)
+
+    def go_on(self, seq):
+        """Compute what a load has not brought, and close."""
+        if seq.namespace_key is not None or not seq.num_computed_tokens:
+            self.compute(seq)
+        self.kv.close(seq)
+
+    def run_too_late(self, job):
+        """A load runs after it was given up: it must touch no block, they may be another's."""
+        blocks = [*self.memory.blocks]
+        self.run(job)
+        if blocks != self.memory.blocks:
+            raise BrokenError("P38: a load that was given up wrote to blocks")
 
     @rule(runs=st.booleans())
     def store(self, runs):
@@ -306,7 +329,7 @@ class TierMachine(RuleBasedStateMachine):
                 self.run(job)
             self.tiers.finish_store(job)
             if job.lease.is_active:
-                raise Broken("P41: a store has ended and still holds its blocks")
+                raise BrokenError("P41: a store has ended and still holds its blocks")
             if not job.is_done:
                 self.run(job)  # too late: it may store nothing that its blocks do not hold
 
@@ -316,7 +339,13 @@ class TierMachine(RuleBasedStateMachine):
         self.since_clear.clear()
         self.kv.reset()
         if any(tier.stats.num_records for tier in self.tiers.tiers):
-            raise Broken("P37: a tier has copies after a reset")
+            raise BrokenError("P37: a tier has copies after a reset")
+
+    @rule()
+    def reset_while_it_stores(self):
+        self.memory.meanwhile = self.reset
+        self.store(runs=True)
+        self.memory.meanwhile = None
 
     @rule(tokens=PROMPTS)
     def a_transfer_turns_out_bad(self, tokens):
@@ -336,7 +365,7 @@ class TierMachine(RuleBasedStateMachine):
     )
     def restart(self, kind, weights, share, lost):
         """The process ends, in order or not, and another begins on the same disk."""
-        found = {*self.tiers.tiers[-1].tier._index}  # noqa: SLF001
+        found = {*self.tiers.tiers[-1].tier._index}
         if kind == "closed":
             self.finish_all()
             self.tiers.close()
@@ -346,17 +375,14 @@ class TierMachine(RuleBasedStateMachine):
         is_sound = kind != "power" and not self.disk.late and self.was_sound
         is_same = share == 1 and weights == self.weights
         self.disk.write_faults, self.disk.read_faults = [], []
-        capacity = max(self.capacity // share, self.capacity // 2)
+        capacity = self.capacity if share == 1 else 8 * self.segment_bytes
         self.disk.is_undeletable = False
         if self.disk.is_gone:
             self.disk.files, self.disk.is_gone = {}, False
-        if share > 1 and self.capacity // share < 8 * (160 + 2 * NUM_BYTES):
-            capacity = self.capacity
-            is_same = weights == self.weights
         self.start(weights, capacity)
-        again = {*self.tiers.tiers[-1].tier._index}  # noqa: SLF001
+        again = {*self.tiers.tiers[-1].tier._index}
         if is_sound and is_same and not found <= again:
-            raise Broken("P24: a restart has lost records that were whole")
+            raise BrokenError("P24: a restart has lost records that were whole")
         self.was_sound = True
 
     was_sound = True
@@ -396,7 +422,7 @@ class TierMachine(RuleBasedStateMachine):
         job.run()
         most = (len(job.parts) + 1) * 6 * (self.capacity // 8)
         if self.disk.num_moved - moved > most:
-            raise Broken("P39: one job rewrote more segments than its records could need")
+            raise BrokenError("P39: one job rewrote more segments than its records could need")
 
     def finish_all(self):
         for seq, job in self.loads:
@@ -411,14 +437,14 @@ class TierMachine(RuleBasedStateMachine):
         kvcore.check(self.kv)
         host = self.tiers.tiers[0].tier
         if self.has_host:
-            held = sum(512 + len(payload) for payload, _ in host._entries.values())  # noqa: SLF001
+            held = sum(512 + len(payload) for payload, _ in host._entries.values())
             if held > host.stats.capacity_bytes or held != host.stats.used_bytes:
-                raise Broken("P39: the host tier has more bytes than it may, or counts others")
+                raise BrokenError("P39: the host tier has more bytes than it may, or counts others")
 
     def teardown(self):
         if hasattr(self, "tiers") and sys.exc_info()[0] is None:
             self.finish_all()
             self.tiers.cancel_stores()
             if self.kv.leases.active or self.kv.num_free_blocks != self.kv.num_usable_blocks:
-                raise Broken("P41: all requests have ended, and blocks are still held")
+                raise BrokenError("P41: all requests have ended, and blocks are still held")
             self.tiers.close()

@@ -8,5 +8,5 @@ from tests.kvcore.tiers.machine import TierMachine
 
 def test_no_fault_makes_a_tier_serve_wrong_bytes():
     run_state_machine_as_test(
-        TierMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+        TierMachine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None)
     )
