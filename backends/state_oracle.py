@@ -159,7 +159,8 @@ def _decays(decay: Tensor, terms: LinearAttentionTerms) -> tuple[Number, Number]
     """[num_tokens, num_heads, 1 or key_dim, 1] decays, and [num_tokens, num_heads] dt or ones."""
     x, gate = _exact(decay), terms.gate
     if gate is None:
-        x, ones = x.reshape(*x.shape[:2], -1, 1), torch.ones(x.shape[:2], dtype=torch.float64)
+        x = (x if x.dim() == 3 else x[..., None])[..., None]
+        ones = torch.ones(x.shape[:2], dtype=torch.float64)
         return Number(x, torch.zeros_like(x)), Number(ones, torch.zeros_like(ones))
     x, a = x if gate.bias is None else x + _exact(gate.bias), _exact(gate.a)
     soft = torch.nn.functional.softplus(x, threshold=50)

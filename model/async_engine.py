@@ -38,8 +38,7 @@ from model.pace import STREAM_SHARE, Pace
 from model.token_stream import Delta, Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from model.engine_core import EngineCore
-    from model.output import Output
+    from model.engine_core import EngineCore, Output
     from model.sample.grammar_compiler import Compiled
 
 _HAND_OVER_S = 0.002

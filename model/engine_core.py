@@ -17,6 +17,7 @@ Does not know: how blocks are found (`kvcore`), what a device is (`Runner`), how
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import kvcore
@@ -25,12 +26,11 @@ from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
-from model.control.step import Flight, SchedulerStats, Step
+from model.control.step import SAMPLE, Flight, SchedulerStats, Step, StepWatch, Unwatched, samplers
 from model.control.submission import Prompt, Submission
 from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
 from model.load.text import TextStream
-from model.output import Completion, Output
-from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
+from model.trace import StepRecorder
 
 if TYPE_CHECKING:  # torch is not loaded for these
     from concurrent.futures import Future
@@ -38,6 +38,59 @@ if TYPE_CHECKING:  # torch is not loaded for these
     from model.load.loader import TextCodec
     from model.sample.grammar_compiler import Compiled
     from model.sample.grammars import Grammars
+
+
+class Output:
+    """What a step gives one request: a token, or several with accepted draft tokens.
+
+    Attributes:
+        request: whose; its status and finish reason are up to date.
+        token_ids: the tokens that were drawn, in their order; none: its logits were no numbers, and
+            it ended by that.
+    """
+
+    __slots__ = ("_chances", "_stream", "request", "token_ids")
+
+    def __init__(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        stream: TextStream,
+        chances: Sequence[tuple[float, tuple[tuple[int, float], ...]]] = (),
+    ) -> None:
+        self.request = request
+        self.token_ids = token_ids
+        self._stream = stream
+        self._chances = chances
+
+    @property
+    def tokens(self) -> tuple[SampledToken, ...]:
+        """The tokens, with how likely they were if their request asks. O(tokens)."""
+        if not self._chances:
+            return tuple(map(SampledToken, self.token_ids))
+        pairs = zip(self.token_ids, self._chances, strict=False)
+        return tuple([SampledToken(token, *chance) for token, chance in pairs])
+
+    def take_text(self) -> str:
+        """The request's text that became final since this was last called; often none.
+
+        Never part of a character. It is decoded now, so a caller that does not need it saves the
+        cost. O(tokens since).
+        """
+        return self._stream.take()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request and its text.
+
+    Attributes:
+        tokens: each token of its output with how likely it was; empty unless the request asks.
+    """
+
+    request: Request
+    text: str
+    tokens: tuple[SampledToken, ...] = ()
 
 
 class Model(Protocol):
@@ -299,7 +352,7 @@ class EngineCore:
             StalledError: nothing can run although something is unfinished.
         """
         outputs = self._run_step()
-        return [*outputs, *self._end_overrun()] if self._grammars.is_used else outputs
+        return [*outputs, *self._end_overrun()] if self._grammars.texts else outputs
 
     def _run_step(self) -> list[Output]:
         """Schedule, launch, accept the tokens of the step before, commit, accept those at hand."""
@@ -309,7 +362,7 @@ class EngineCore:
             step = self._scheduler.schedule()
             watch.scheduled(step)
             launched = self._launch(step, previous)
-            outputs = self._accept(previous, advances=not self._grammars.is_used)
+            outputs = self._accept(previous, advances=not self._grammars.texts)
         except BaseException:
             self._abandon(step)
             raise
@@ -338,7 +391,8 @@ class EngineCore:
 
         They are its own, or with `async_scheduling` those of the previous step.
         """
-        launched = self._runner.send(step, tuple(step.sampling), previous, self._watch)
+        sampling = tuple(samplers(step.chunks))
+        launched = self._runner.send(step, sampling, previous, self._watch)
         awaited = previous if self._runner.is_async else launched
         if awaited is not None:
             awaited.read()
@@ -410,7 +464,7 @@ class EngineCore:
             return []
         streams, outputs, sampled = self._streams, [], flight.read()
         tokens = {number: token for number, token in sampled.items() if token is not None}
-        logprobs, uses_grammars = flight.logprobs(), self._grammars.is_used
+        logprobs, uses_grammars = flight.logprobs(), bool(self._grammars.texts)
         if len(tokens) < len(sampled) or uses_grammars:
             for request in flight.sampling:
                 error = None if request.is_finished else self._error(request, sampled)

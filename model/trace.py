@@ -1,7 +1,4 @@
-"""What every step did and when: a watch that the engine calls, a recorder, the text of a trace.
-
-Decides: the phases of a step, and their names. `schedule` plans it, `prepare` builds its tensors,
-`forward` is the network, `sample` draws the tokens, `commit` tells the cache and makes text.
+"""What every step did and when: a recorder, which is a `StepWatch`, and the text of a trace.
 
 A recorder can look at the pool too, in every step: what `python -m model.view` shows of a trace.
 The time that looking takes is not on its clock. However long a run is, what it keeps of the pool
@@ -28,16 +25,7 @@ from typing import Protocol, TextIO
 import kvcore
 from model.control.pool_frames import FrameLog, PoolFrames, Schedule
 from model.control.request import Request
-from model.control.step import Step
-
-SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
-    "schedule",
-    "prepare",
-    "forward",
-    "sample",
-    "commit",
-)
-
+from model.control.step import COMMIT, SCHEDULE, Step
 
 TRACE_BEGINS = '{"displayTimeUnit": "ms", "traceEvents": ['
 """What a trace file begins with."""
@@ -45,9 +33,6 @@ TRACE_BEGINS = '{"displayTimeUnit": "ms", "traceEvents": ['
 MAX_TEXT_TOKENS = 1_000_000
 """Tokens kept of finished requests, the first ones."""
 _CLOSE_SHARE = 10  # looking at every block takes at most 1/_CLOSE_SHARE of the time
-
-
-_NOTHING = nullcontext()
 
 
 class DeviceClock(Protocol):
@@ -60,51 +45,6 @@ class DeviceClock(Protocol):
     def spans(self) -> Mapping[int, tuple[int, int]]:
         """The begin and end of each range, in nanoseconds of `time.perf_counter_ns`."""
         ...
-
-
-class StepWatch(Protocol):
-    """What the engine tells while it runs a step: `begin`, `scheduled`, `done` ..., `end`."""
-
-    def begin(self) -> None:
-        """A step begins."""
-        ...
-
-    def scheduled(self, step: Step) -> None:
-        """The step is planned."""
-        ...
-
-    def done(self, phase: str) -> None:
-        """A phase is over; the next one begins."""
-        ...
-
-    def on_device(self, phase: str) -> AbstractContextManager[object]:
-        """What the body sends to the device belongs to this phase."""
-        ...
-
-    def end(self) -> None:
-        """The last phase and the step are over."""
-        ...
-
-
-class Unwatched:
-    """A watch that does not look."""
-
-    def begin(self) -> None:
-        """Nothing."""
-
-    def scheduled(self, step: Step) -> None:
-        """Nothing."""
-
-    def done(self, phase: str) -> None:
-        """Nothing."""
-
-    def on_device(self, phase: str) -> AbstractContextManager[object]:
-        """Nothing."""
-        del phase
-        return _NOTHING
-
-    def end(self) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +192,7 @@ class StepRecorder:
     def on_device(self, phase: str) -> AbstractContextManager[object]:
         """Note what the device does of a phase, if that is wanted. O(1)."""
         if self._device is None:
-            return _NOTHING
+            return nullcontext()
         self._sent.append((phase, self._paused()))
         return self._device.open()
 

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 from model.control.request import Request
 from model.control.submission import Submission
-from model.engine_core import EngineCore
+from model.engine_core import EngineCore, Output
 from model.errors import RanksDivergedError, StalledError
-from model.output import Output
 
 _DIGEST_BYTES = 16
 

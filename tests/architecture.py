@@ -61,7 +61,7 @@ MODEL_LAYERS = (
     ("load",),
     ("compile", "sample"),
     ("forward",),
-    ("output", "pace", "token_stream"),
+    ("pace", "token_stream"),
     ("engine_core",),
     ("async_engine", "twins"),
     ("engine",),
@@ -156,7 +156,7 @@ def _imports(path, name, source, tree):
                 yield f"imports {module}: {package} does not know {top}"
             elif (
                 rest
-                and module.replace(".", "/") + ".py" not in KVCORE_EXTRAS
+                and module.replace(".", "/") + ".py" not in {*KVCORE_EXTRAS, *BRIDGES}
                 and not (
                     Path(*path.parts[: -len(name.split("/"))]) / module.replace(".", "/")
                 ).is_dir()

@@ -14,14 +14,13 @@ from torch import Tensor
 from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, PagedBatch
 from backends.errors import BackendUnavailableError
 from backends.numba_cpu.copy_blocks import copy_blocks
+from backends.numba_cpu.launch import Plans, Workers
 from backends.numba_cpu.paged_attention import AttentionPlan, paged_attention
-from backends.numba_cpu.plans import Plans
 from backends.numba_cpu.slot_mapping import compute_slot_mapping
 from backends.numba_cpu.state.linear_attention import StatePlan, linear_attention_step
 from backends.numba_cpu.state.short_conv import short_conv_step
 from backends.numba_cpu.store_kv import StorePlan, store_kv
 from backends.numba_cpu.warm_up import warm_up
-from backends.numba_cpu.workers import Workers
 from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch
 
 

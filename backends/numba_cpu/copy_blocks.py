@@ -16,8 +16,8 @@ from backends.checks import check_copy_blocks
 from backends.contract import Backend
 from backends.errors import InvalidArgumentError
 from backends.numba_cpu.bits import SOURCE_DIGEST, at, jit, span
+from backends.numba_cpu.launch import Workers
 from backends.numba_cpu.store_kv import GRAIN_BYTES, Longs
-from backends.numba_cpu.workers import Workers
 
 
 @lru_cache(maxsize=1)

@@ -33,13 +33,11 @@ from backends.errors import InvalidArgumentError
 from backends.numba_cpu import item, prefill, schedule
 from backends.numba_cpu.bits import LOG2E, TAGS, Tag, at, jit, span
 from backends.numba_cpu.item import ROWS, attend_item
+from backends.numba_cpu.launch import Plans, Workers, per_head, sign
 from backends.numba_cpu.matmul import LANES, ROWS_AT_ONCE
-from backends.numba_cpu.plans import Plans, sign
 from backends.numba_cpu.prefill import PREFILL_ROWS, attend_prefill, padded
-from backends.numba_cpu.scales import per_head
 from backends.numba_cpu.schedule import FAULTS, Longs, check_batch, cut, make_items
 from backends.numba_cpu.tiles import TILE, Floats
-from backends.numba_cpu.workers import Workers
 
 SOURCE_DIGEST = zlib.crc32(schedule.SOURCE_DIGEST.to_bytes(4), item.SOURCE_DIGEST)
 SOURCE_DIGEST = zlib.crc32(prefill.SOURCE_DIGEST.to_bytes(4), SOURCE_DIGEST)
@@ -191,7 +189,7 @@ def paged_attention(
         batch.seq_lens.device,
         terms.batch_invariant,
     )
-    plan = plans.find(signature)
+    plan = plans.get(signature)
     if plan is None or batch.max_seq_len > table.shape[1] * plan.sizes[0]:
         check_paged_attention(backend, query, cache, batch, terms, out)
         plan = _plan(query, cache, out)
@@ -199,7 +197,7 @@ def paged_attention(
     if out is None:
         out = torch.empty((num_tokens, query.shape[1], v_cache.shape[3]), dtype=query.dtype)
     reach = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
-    items, bounds, units, parts = _prepare(plan, batch, reach, workers.width)
+    items, bounds, units, parts = _prepare(plan, batch, reach, torch.get_num_threads())
     if k_scale is None and v_scale is None:
         scales = plan.no_scales
     else:

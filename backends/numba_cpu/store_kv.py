@@ -32,9 +32,7 @@ from backends.numba_cpu.bits import (
     span,
     widen,
 )
-from backends.numba_cpu.plans import Plans, sign
-from backends.numba_cpu.scales import Floats, per_head
-from backends.numba_cpu.workers import Workers
+from backends.numba_cpu.launch import Floats, Plans, Workers, per_head, sign
 
 Longs = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Words = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -182,7 +180,7 @@ def store_kv(
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
     signature = sign(key, value, cache.k, cache.v, slot_mapping, cache.k_scale, cache.v_scale)
-    plan = plans.find(signature)
+    plan = plans.get(signature)
     if plan is None:
         check_store_kv(backend, key, value, cache, slot_mapping)
         plan = _plan(key, value, cache)

@@ -28,8 +28,9 @@ from kvcore.wire.messages import (
     decode,
     encode,
 )
-from kvcore.wire.publisher import Publisher, PublisherStats, check_endpoint
+from kvcore.wire.publisher import Publisher, PublisherStats
 from kvcore.wire.subscriber import Source, SourceStatus, Subscriber
+from kvcore.wire.transport import Socket, Transport, ZmqTransport, check_endpoint
 
 _RENAMED = {"NameForm": "HashForm", "WireName": "WireHash", "wire_names": "wire_hashes"}
 
@@ -54,13 +55,16 @@ __all__ = [
     "PublisherStats",
     "Removed",
     "Sent",
+    "Socket",
     "Source",
     "SourceStatus",
     "Stored",
     "Subscriber",
+    "Transport",
     "WireError",
     "WireEvent",
     "WireHash",
+    "ZmqTransport",
     "check_endpoint",
     "decode",
     "encode",

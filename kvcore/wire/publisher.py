@@ -18,15 +18,10 @@ snapshot takes their place, as the next batch.
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Self, SupportsIndex
-
-import zmq
 
 from kvcore import Event, EventsLost, InvalidArgumentError, KVCacheManager, Snapshot
 from kvcore.arguments import as_int
@@ -34,6 +29,7 @@ from kvcore.wire.encoder import Encoder, HashForm
 from kvcore.wire.errors import ClosedError, EndpointError
 from kvcore.wire.history import History, Sent
 from kvcore.wire.messages import END, Form, sequence_bytes
+from kvcore.wire.transport import Socket, Transport, ZmqTransport
 
 REPLAY_BYTES: Final = 64 << 20
 """The bytes of sent batches that are kept for replays."""
@@ -41,10 +37,6 @@ REPLAY_BYTES: Final = 64 << 20
 MAX_WAITING: Final = 1024
 """The most batches that wait for the publisher's thread."""
 
-_HIGH_WATER: Final = 10_000
-"""The most batches that wait for one reader before it loses them."""
-
-_LINGER_MS: Final = 500
 _JOIN_S: Final = 5.0
 
 
@@ -92,6 +84,8 @@ class Publisher:
             be called soon, though no step may be due. None: `publish` takes a snapshot whenever
             the batches since the last one exceed half of `replay_bytes` (and the size of that
             snapshot), so that a late reader is answered while the engine is idle.
+        transport: gives the sockets, the thread and the clocks; None: those of ZeroMQ and of this
+            process.
 
     Attributes:
         endpoint: where it publishes, with the port that was picked.
@@ -117,14 +111,16 @@ class Publisher:
         first_sequence: SupportsIndex | None = None,
         replay_bytes: SupportsIndex = REPLAY_BYTES,
         wake: Callable[[], None] | None = None,
+        transport: Transport | None = None,
     ) -> None:
         if manager.events is None:
             raise InvalidArgumentError(
                 "manager: wanted one with record_events='xxh3-128' or 'sha256', got none"
             )
         dp_rank = as_int("rank", rank, 0, 2**31 - 1)
+        self._transport = ZmqTransport() if transport is None else transport
         if first_sequence is None:
-            first_sequence = time.time_ns() // 1000
+            first_sequence = int(self._transport.time_s() * 1_000_000)
         first = as_int("first_sequence", first_sequence, 1, 2**62)
         kept = as_int("replay_bytes", replay_bytes, 0)
         self._manager = manager
@@ -133,7 +129,7 @@ class Publisher:
         self._tells_topic = form == "map"
         self._encoder = Encoder(
             manager.groups, form=form, hash_form=hash_form, rank=dp_rank, lora_ids=lora_ids,
-            publish_salted=publish_salted,
+            publish_salted=publish_salted, clock=self._transport.time_s,
         )  # fmt: skip
         self._log.take()
         base = self._encoder.snapshot(manager.snapshot())
@@ -145,20 +141,15 @@ class Publisher:
         self._snapshot_wanted = self._closing = False
         self._num_bytes = self._num_replays = self._num_snapshots = 0
         self._num_overflows = self._num_refused = 0
-        self._context = zmq.Context()
         try:
-            self._pub = self._bind(zmq.PUB, "endpoint", endpoint)
-            self._router = None if replay is None else self._bind(zmq.ROUTER, "replay", replay)
+            self._pub = self._transport.publish(endpoint)
+            self._router = None if replay is None else self._transport.answer(replay)
         except EndpointError:
-            self._context.destroy(linger=0)
+            self._transport.close()
             raise
-        self.endpoint = _address(self._pub)
-        self.replay = None if self._router is None else _address(self._router)
-        self._bell, self._ear = socket.socketpair()
-        self._bell.settimeout(0)
-        self._ear.settimeout(0)
-        self._thread = threading.Thread(target=self._run, name="kvcore-publisher", daemon=True)
-        self._thread.start()
+        self.endpoint = self._pub.address
+        self.replay = None if self._router is None else self._router.address
+        self._transport.start("kvcore-publisher", self._run)
 
     def publish(self) -> None:
         """Send what has changed since the last call. Call it after each step, from its thread.
@@ -168,7 +159,7 @@ class Publisher:
         Raises:
             ClosedError: the publisher is closed.
         """
-        if self._closing or not self._thread.is_alive():
+        if self._closing or not self._transport.is_running:
             raise ClosedError("publish: wanted an open publisher, got one that is closed")
         events = self._log.take()
         if not events and not self._snapshot_wanted:
@@ -186,7 +177,7 @@ class Publisher:
             if self._snapshot_wanted:
                 self._snapshot_wanted = False
                 self._queue.append(self._manager.snapshot())
-        self._ring()
+        self._transport.wake()
 
     def stats(self) -> PublisherStats:
         """Return what was done so far. O(1)."""
@@ -209,10 +200,8 @@ class Publisher:
         if self._closing:
             return
         self._closing = True
-        self._ring()
-        self._thread.join(_JOIN_S)
-        self._bell.close()
-        self._ear.close()
+        self._transport.wake()
+        self._transport.join(_JOIN_S)
 
     def __enter__(self) -> Self:
         """Return the publisher; leaving the block closes it."""
@@ -222,45 +211,19 @@ class Publisher:
         """Close it."""
         self.close()
 
-    def _bind(self, kind: int, argument: str, endpoint: str) -> zmq.Socket[bytes]:
-        opened: zmq.Socket[bytes] = self._context.socket(kind)
-        opened.linger = _LINGER_MS
-        if kind == zmq.PUB:
-            opened.sndhwm = _HIGH_WATER
-        else:
-            opened.sndhwm = 0  # a replay is as long as the buffer, and must not lose its end
-            opened.maxmsgsize = 1024  # a request is 8 bytes
-        _bind(opened, argument, endpoint)
-        return opened
-
-    def _ring(self) -> None:
-        """Wake the publisher's thread."""
-        try:
-            self._bell.send(b"!")
-        except BlockingIOError:
-            return  # it has been woken often enough
-
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._ear, zmq.POLLIN)
-        if self._router is not None:
-            poller.register(self._router, zmq.POLLIN)
-        try:
-            while True:
-                ready = dict(poller.poll())
-                if self._ear.fileno() in ready:
-                    self._ear.recv(4096)
-                closing = self._closing
-                while queue := self._queue:
-                    self._send(queue.popleft())
-                if self._history.is_base_old:
-                    self._snapshot_wanted = True  # the next `publish` takes one
-                if self._router is not None and self._router in ready:
-                    self._hear(self._router)
-                if closing:
-                    return
-        finally:
-            self._context.destroy()
+        sockets = [] if self._router is None else [self._router]
+        while True:
+            self._transport.wait(sockets, None)
+            closing = self._closing
+            while queue := self._queue:
+                self._send(queue.popleft())
+            if self._history.is_base_old:
+                self._snapshot_wanted = True  # the next `publish` takes one
+            if self._router is not None:
+                self._hear(self._router)
+            if closing:
+                return
 
     def _send(self, waiting: tuple[Event, ...] | Snapshot | _Anew) -> None:
         if isinstance(waiting, Snapshot):
@@ -279,12 +242,12 @@ class Publisher:
 
     def _out(self, sent: Sent) -> None:
         self._num_bytes += len(sent.payload)
-        self._pub.send_multipart((self._topic, sequence_bytes(sent.sequence), sent.payload))
+        self._pub.send((self._topic, sequence_bytes(sent.sequence), sent.payload))
 
-    def _hear(self, router: zmq.Socket[bytes]) -> None:
+    def _hear(self, router: Socket) -> None:
         """Read the requests that are there, and answer those that can be."""
-        while router.poll(0):
-            client, *frames = router.recv_multipart()
+        while (received := router.receive()) is not None:
+            client, *frames = received
             if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
                 self._num_refused += 1
                 continue
@@ -306,34 +269,12 @@ class Publisher:
                 self._answer(self._router, client, found)
         self._asking.clear()
 
-    def _answer(self, router: zmq.Socket[bytes], client: bytes, found: list[Sent]) -> None:
+    def _answer(self, router: Socket, client: bytes, found: list[Sent]) -> None:
         topic, none = ((self._topic,), (b"",)) if self._tells_topic else ((), ())
         for sequence, payload in found:
-            router.send_multipart((client, b"", *topic, sequence_bytes(sequence), payload))
-        router.send_multipart((client, b"", *none, END, b""))
+            router.send((client, b"", *topic, sequence_bytes(sequence), payload))
+        router.send((client, b"", *none, END, b""))
         self._num_replays += 1
-
-
-def check_endpoint(argument: str, endpoint: str) -> None:
-    """Find out whether a publisher could be bound to an address, long before there is one.
-
-    Args:
-        argument: what the address is called, for the error.
-        endpoint: the address.
-
-    Raises:
-        EndpointError: it is in use, or is none.
-    """
-    with zmq.Context() as context, context.socket(zmq.PUB) as opened:
-        opened.linger = 0
-        _bind(opened, argument, endpoint)
-
-
-def _bind(opened: zmq.Socket[bytes], argument: str, endpoint: str) -> None:
-    try:
-        opened.bind(endpoint)
-    except (zmq.ZMQError, TypeError, UnicodeError) as error:
-        raise EndpointError(argument, str(endpoint), str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +282,3 @@ class _Anew:
     """A snapshot that is sent as a batch, because events were lost."""
 
     snapshot: Snapshot
-
-
-def _address(opened: zmq.Socket[bytes]) -> str:
-    """Return where a socket is bound."""
-    return opened.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -12,25 +12,21 @@ batches from 0 again, and a number alone does not tell its first batches from th
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
-
-import zmq
 
 from kvcore import DEFAULT_NAMESPACE, InvalidArgumentError, MultimodalItem, Namespace, Tokens
 from kvcore.wire.errors import ClosedError, EndpointError, MalformedError
 from kvcore.wire.follower import Follower, FollowerStats
 from kvcore.wire.index import Index
 from kvcore.wire.messages import END, Batch, decode, sequence_bytes, sequence_of
+from kvcore.wire.transport import Socket, Transport, ZmqTransport
 
 MAX_MESSAGE_BYTES: Final = 1 << 30
 """A publisher that sends more at once is cut off, until it has been silent for long."""
 
-_HIGH_WATER: Final = 100_000
 _MAX_ASKED: Final = 3  # so often without an answer, and what is missing is given up
 _AT_ONCE: Final = 1000
 _JOIN_S: Final = 5.0
@@ -78,6 +74,8 @@ class Subscriber:
         forget_after_s: a publisher that does not answer for so long is forgotten, and one that
             publishes nothing for so long is connected to anew.
         max_message_bytes: the largest message that is read.
+        transport: gives the sockets, the thread and the clock; None: those of ZeroMQ and of this
+            process.
 
     Attributes:
         index: what they hold; it may be read from any thread.
@@ -93,6 +91,7 @@ class Subscriber:
         ask_after_s: float = 2.0,
         forget_after_s: float = 30.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        transport: Transport | None = None,
     ) -> None:
         if not 0 < ask_after_s <= forget_after_s:
             raise InvalidArgumentError(
@@ -103,7 +102,7 @@ class Subscriber:
         self._ask_after_s = ask_after_s
         self._forget_after_s = forget_after_s
         self._max_message_bytes = max_message_bytes
-        self._context = zmq.Context()
+        self._transport = ZmqTransport() if transport is None else transport
         self._links: dict[str, _Link] = {}
         self._inbox: list[tuple[str, Source | None]] = []
         self._lock = threading.Lock()
@@ -112,12 +111,9 @@ class Subscriber:
             try:
                 self._links[name] = self._open(name, source)
             except EndpointError:
-                self._context.destroy(linger=0)
+                self._transport.close()
                 raise
-        self._bell, self._ear = socket.socketpair()
-        self._ear.settimeout(0)
-        self._thread = threading.Thread(target=self._run, name="kvcore-subscriber", daemon=True)
-        self._thread.start()
+        self._transport.start("kvcore-subscriber", self._run)
 
     def match(
         self,
@@ -151,7 +147,7 @@ class Subscriber:
 
     def status(self) -> dict[str, SourceStatus]:
         """Return how it stands with each publisher. O(publishers)."""
-        now = time.monotonic()
+        now = self._transport.now_s()
         with self._lock:
             return {
                 name: SourceStatus(
@@ -168,10 +164,8 @@ class Subscriber:
         if self._closing:
             return
         self._closing = True
-        self._bell.send(b"!")
-        self._thread.join(_JOIN_S)
-        self._bell.close()
-        self._ear.close()
+        self._transport.wake()
+        self._transport.join(_JOIN_S)
 
     def __enter__(self) -> Self:
         """Return the subscriber; leaving the block closes it."""
@@ -182,38 +176,32 @@ class Subscriber:
         self.close()
 
     def _check_open(self) -> None:
-        if self._closing or not self._thread.is_alive():
+        if self._closing or not self._transport.is_running:
             raise ClosedError("subscriber: wanted an open one, got one that is closed")
 
     def _tell(self, name: str, source: Source | None) -> None:
         with self._lock:
             self._inbox.append((name, source))
-        self._bell.send(b"!")
+        self._transport.wake()
 
     def _open(self, name: str, source: Source) -> _Link:
-        return _Link(name, source, self._context, self.index, self._max_message_bytes)
+        return _Link(name, source, self._transport, self.index, self._max_message_bytes)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._ear, zmq.POLLIN)
-        try:
+        for link in self._links.values():
+            link.join()
+        while not self._closing:
+            sockets = [each for link in self._links.values() for each in link.sockets]
+            ready = self._transport.wait(sockets, self._ask_after_s / 4)
+            self._move()
             for link in self._links.values():
-                link.join(poller)
-            while not self._closing:
-                ready = dict(poller.poll(int(self._ask_after_s * 250)))
-                if self._ear.fileno() in ready:
-                    self._ear.recv(4096)
-                    self._move(poller)
-                for link in self._links.values():
-                    try:
-                        link.read(ready)
-                        link.tend(self._ask_after_s, self._forget_after_s)
-                    except Exception:  # noqa: BLE001  # what one sends does not end the others
-                        link.follower.fail()
-        finally:
-            self._context.destroy(linger=0)
+                try:
+                    link.read(ready)
+                    link.tend(self._ask_after_s, self._forget_after_s)
+                except Exception:  # noqa: BLE001  # what one sends does not end the others
+                    link.follower.fail()
 
-    def _move(self, poller: zmq.Poller) -> None:
+    def _move(self) -> None:
         """Do what `add` and `remove` have asked for."""
         with self._lock:
             wanted, self._inbox = self._inbox, []
@@ -221,12 +209,12 @@ class Subscriber:
             with self._lock:
                 gone = self._links.pop(name, None)
             if gone is not None:
-                gone.leave()
+                gone.close()
                 with contextlib.suppress(Exception):  # as in `Follower.fail`
                     self.index.forget(name)
             if source is not None:
                 link = self._open(name, source)
-                link.join(poller)
+                link.join()
                 with self._lock:
                     self._links[name] = link
 
@@ -238,60 +226,53 @@ class _Link:
         self,
         name: str,
         source: Source,
-        context: zmq.Context[zmq.Socket[bytes]],
+        transport: Transport,
         index: Index,
         max_message_bytes: int,
     ) -> None:
         self._source = source
-        self._context = context
+        self._transport = transport
         self._index = index
         self._max_message_bytes = max_message_bytes
-        self._poller: zmq.Poller | None = None
         self.follower = Follower(name, index, can_ask=source.replay is not None)
-        self.heard_at = self._asked_at = self._live_at = time.monotonic()
+        self.heard_at = self._asked_at = self._live_at = transport.now_s()
         self.was_heard = False
-        self._num_connected = 0
-        self._asked: zmq.Socket[bytes] | None = None
+        self._num_connected = self._num_closed = 0
+        self._asked: Socket | None = None
         self._num_asked = 0
         if source.replay is not None:  # first: nothing else is open yet where that raises
-            with self._socket(zmq.DEALER) as asking:
-                _connect(asking, "replay", source.replay)
+            transport.ask(source.replay, max_message_bytes).close()
         self._listen()
 
-    def join(self, poller: zmq.Poller) -> None:
-        """Begin to listen, and ask what there is."""
-        self._poller = poller
-        poller.register(self._live, zmq.POLLIN)
+    @property
+    def sockets(self) -> list[Socket]:
+        """What it waits for. O(1)."""
+        return [self._live] if self._asked is None else [self._live, self._asked]
+
+    def join(self) -> None:
+        """Ask what there is."""
         self._ask()
 
-    def leave(self) -> None:
-        """Listen no more."""
-        if self._poller is not None:
-            self._poller.unregister(self._live)
-        self._hang_up()
-        self.close()
-
     def close(self) -> None:
-        """Close the sockets that listen."""
-        self._live.disable_monitor()  # first: ZeroMQ waits for a monitor that is not read
-        self._connected.close(linger=0)
-        self._live.close(linger=0)
+        """Listen no more."""
+        self._hang_up()
+        self._live.close()
 
-    def read(self, ready: Mapping[object, int]) -> None:
+    def read(self, ready: Collection[Socket]) -> None:
         """Take what has come."""
         if self._asked is not None and self._asked in ready:
             self._read_answer(self._asked)
         if self._live in ready:
             for _ in range(_AT_ONCE):  # then it is the others' turn
-                if not self._live.poll(0):
+                frames = self._live.receive()
+                if frames is None:
                     break
-                frames = self._live.recv_multipart()
                 self._note_connections()
                 self._take(frames)
 
     def tend(self, ask_after_s: float, forget_after_s: float) -> None:
         """Ask, or ask again, or forget, if it is time to."""
-        now = time.monotonic()
+        now = self._transport.now_s()
         self._note_connections()
         if now - self._live_at >= forget_after_s:
             self._listen_again()
@@ -318,7 +299,7 @@ class _Link:
 
     def _take(self, frames: list[bytes]) -> None:
         """Take a message as it was published."""
-        self.heard_at = self._live_at = time.monotonic()
+        self.heard_at = self._live_at = self._transport.now_s()
         self.was_heard = True
         try:
             asked = self.follower.live(*_read(frames))
@@ -329,58 +310,41 @@ class _Link:
             self._ask()
 
     def _listen(self) -> None:
-        """Open the socket that listens, and the one that tells when it is connected."""
-        self._live = self._socket(zmq.SUB)
-        self._live.subscribe(self._source.topic.encode())
-        self._connected = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        try:
-            _connect(self._live, "endpoint", self._source.endpoint)
-        except EndpointError:
-            self.close()
-            raise
+        """Open the socket that listens."""
+        topic = self._source.topic.encode()
+        self._live = self._transport.listen(self._source.endpoint, topic, self._max_message_bytes)
 
     def _note_connections(self) -> None:
         """Ask what there is if a connection was made anew since the last look."""
         before = self._num_connected
-        while self._connected.poll(0):
-            self._connected.recv_multipart()
-            self._num_connected += 1
+        self._num_connected = self._num_closed + self._live.num_connections()
         if self._num_connected > max(before, 1):  # the first is no news: `join` has asked
             self._ask()
 
     def _listen_again(self) -> None:
         """Connect anew: ZeroMQ cuts off who sends too much at once, and for good."""
-        self._live_at = time.monotonic()
-        if self._poller is not None:
-            self._poller.unregister(self._live)
-        self.close()
+        self._live_at = self._transport.now_s()
+        self._num_closed = self._num_connected
+        self._live.close()
         self._listen()
-        if self._poller is not None:
-            self._poller.register(self._live, zmq.POLLIN)
 
     def _ask(self) -> None:
         """Ask for what comes after what is known."""
         self._hang_up()
         if self._source.replay is None:
             return
-        self._asked = self._socket(zmq.DEALER)
-        _connect(self._asked, "replay", self._source.replay)
-        self._asked_at = time.monotonic()
-        self._asked.send_multipart((b"", sequence_bytes(self.follower.ask())))
-        if self._poller is not None:
-            self._poller.register(self._asked, zmq.POLLIN)
+        self._asked = self._transport.ask(self._source.replay, self._max_message_bytes)
+        self._asked_at = self._transport.now_s()
+        self._asked.send((b"", sequence_bytes(self.follower.ask())))
 
     def _hang_up(self) -> None:
         if self._asked is not None:
-            if self._poller is not None:
-                self._poller.unregister(self._asked)
-            self._asked.close(linger=0)
+            self._asked.close()
             self._asked = None
 
-    def _read_answer(self, asked: zmq.Socket[bytes]) -> None:
-        while asked.poll(0):
-            frames = asked.recv_multipart()
-            self.heard_at = self._asked_at = time.monotonic()
+    def _read_answer(self, asked: Socket) -> None:
+        while (frames := asked.receive()) is not None:
+            self.heard_at = self._asked_at = self._transport.now_s()
             self.was_heard = True
             if len(frames) == 4:  # newer engines repeat the topic; at the end it may be empty
                 topic = frames.pop(1)
@@ -397,25 +361,6 @@ class _Link:
             if again:
                 self._ask()
                 return
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        opened: zmq.Socket[bytes] = self._context.socket(kind)
-        opened.linger = 0
-        opened.rcvhwm = _HIGH_WATER
-        opened.maxmsgsize = self._max_message_bytes
-        return opened
-
-
-def _connect(opened: zmq.Socket[bytes], argument: str, endpoint: str) -> None:
-    """Connect a socket.
-
-    Raises:
-        EndpointError: an address that is none.
-    """
-    try:
-        opened.connect(endpoint)
-    except (zmq.ZMQError, TypeError, UnicodeError) as error:
-        raise EndpointError(argument, str(endpoint), str(error)) from None
 
 
 def _read(frames: list[bytes]) -> tuple[int, Batch]:

@@ -133,34 +133,27 @@ def chosen_ids(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
 class _Buffer:
     """A flat host buffer that grows by doubling; page-locked if a GPU copies from it.
 
-    Views are cached while sizes stay the same, as they do from decode to decode.
+    The view and the tensor stay while the shape stays the same, as it does from decode to decode.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._tensor = self._allocate(256)
-        self._view: NDArray[Any] = self._tensor.numpy()
-        self._shaped = self._tensor
+        self._memory = self._tensor = self._allocate(256)
+        self._view: NDArray[Any] = self._memory.numpy()
 
-    def view(self, size: int) -> NDArray[Any]:
-        """The first `size` entries, to be written. O(1), O(size) when the buffer grows."""
-        if size != len(self._view):
-            if size > self._tensor.numel():
-                self._tensor = self._allocate(max(size, 2 * self._tensor.numel()))
-            self._view = self._tensor[:size].numpy()
-            self._shaped = self._tensor[:size]
-        return self._view
+    def of(self, *shape: int) -> tuple[NDArray[Any], Tensor]:
+        """The first entries, flat to be written, and as a tensor of this shape. O(1).
 
-    def shaped(self, *shape: int) -> Tensor:
-        """The written entries as a tensor on the host. O(1).
-
-        Args:
-            shape: with as many entries as the written view.
+        O(entries) when the buffer grows.
         """
-        if self._shaped.shape != shape:
-            self._shaped = self._tensor[: math.prod(shape)].view(shape)
-        return self._shaped
+        if self._tensor.shape != shape:
+            size = math.prod(shape)
+            if size > self._memory.numel():
+                self._memory = self._allocate(max(size, 2 * self._memory.numel()))
+            self._view = self._memory[:size].numpy()
+            self._tensor = self._memory[:size].view(shape)
+        return self._view, self._tensor
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self._dtype, pin_memory=self._device.type == "cuda")
@@ -283,7 +276,7 @@ class BatchBuilder:
         num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
             self._rows = np.arange(num_seqs)
-        rows, firsts = self._rows, self._rows
+        rows = firsts = self._rows
         starts = positions = np.array(first_positions)
         max_query_len, ends, lengths = 1, rows + 1, starts + 1
         if num_tokens > num_seqs:
@@ -291,47 +284,47 @@ class BatchBuilder:
             max_query_len, ends, lengths = int(counts.max()), counts.cumsum(), starts + counts
             rows, firsts = np.repeat(rows, counts), ends - counts
             positions = np.arange(num_tokens) + np.repeat(lengths - ends, counts)
-        query_starts = self._query_start_loc.view(num_seqs + 1)
-        query_starts[0] = 0
-        query_starts[1:] = ends
-        self._seq_lens.view(num_seqs)[:] = lengths
-        self._write_input_ids(step.chunks, sequences, first_positions, firsts, num_tokens)
-        self._position_ids.view(num_tokens)[:] = positions
+        query_starts, query_start_loc = self._query_start_loc.of(num_seqs + 1)
+        query_starts[0], query_starts[1:] = 0, ends
+        written, seq_lens = self._seq_lens.of(num_seqs)
+        written[:] = lengths
+        input_ids = self._input_ids_of(step.chunks, sequences, first_positions, firsts, num_tokens)
+        written, position_ids = self._position_ids.of(1, num_tokens)
+        written[:] = positions
         is_plain = all(samples) and not (any(followers) or any(drafts))
         sampled = ends - 1 if is_plain else _sampled_rows(step.chunks, ends)
-        self._logit_rows.view(len(sampled))[:] = sampled
-        query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
-        max_seq_len = int(lengths.max())
+        written, logit_rows = self._logit_rows.of(len(sampled))
+        written[:] = sampled
         paged = []
         for group, tables in enumerate(self._tables):
             table = tables.update(sequences)
-            slots = self._slot_mappings[group]
             block_size = sequences[0].tables[group].block_size
-            slots.view(num_tokens)[:] = _slots(table, rows, positions, block_size)
-            if not slots.view(num_tokens).min() >= block_size:  # slots of the null block
+            slots = _slots(table, rows, positions, block_size)
+            if not slots.min() >= block_size:  # slots of the null block
                 _check_room(sequences, starts, lengths, group)
+            written, slot_mapping = self._slot_mappings[group].of(num_tokens)
+            written[:] = slots
             chunk = self._chunks[group]
             if chunk is not None:
-                mapping = slots.shaped(num_tokens)
-                paged.append(chunked_batch(table, starts, lengths, mapping, chunk, block_size))
+                paged.append(chunked_batch(table, starts, lengths, slot_mapping, chunk, block_size))
                 continue
             worth = self._worth[group] if max_query_len == 1 else None
             paged.append(
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
-                    seq_lens=self._seq_lens.shaped(num_seqs),
+                    seq_lens=seq_lens,
                     block_table=tables.shaped(),
-                    slot_mapping=slots.shaped(num_tokens),
+                    slot_mapping=slot_mapping,
                     max_query_len=max_query_len,
-                    max_seq_len=max_seq_len,
+                    max_seq_len=int(lengths.max()),
                     shared_prefix=None if worth is None else tables.shared_prefix(starts, worth),
                     kept={},
                 )
             )
         return StepTensors(
-            input_ids=self._input_ids.shaped(1, num_tokens),
-            position_ids=self._position_ids.shaped(1, num_tokens),
-            logit_rows=self._logit_rows.shaped(len(sampled)),
+            input_ids=input_ids,
+            position_ids=position_ids,
+            logit_rows=logit_rows,
             paged=tuple(paged),
             sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
             is_long=_long_tokens(requests, rows),
@@ -343,14 +336,14 @@ class BatchBuilder:
     ) -> StateStep:
         """The state that each chunk begins with, and where the one behind its known tokens goes."""
         shape = (len(sequences), len(sequences[0].state_blocks[1]))
-        reads, writes = (buffer.view(math.prod(shape)) for buffer in self._states)
+        (reads, before), (writes, after) = [buffer.of(*shape) for buffer in self._states]
         kvcore.write_states(sequences, reads, writes)
         has_state = reads[:: shape[1]] >= 0
         runs, start = [], 0
         for chunk, known in zip(chunks, has_state.tolist(), strict=True):
             runs.append(Run(start, chunk.num_known, len(chunk.drafts), known))
             start += chunk.num_tokens
-        return StateStep(tuple(runs), *[buffer.shaped(*shape) for buffer in self._states])
+        return StateStep(tuple(runs), before, after)
 
     def _write_sources(
         self,
@@ -362,24 +355,24 @@ class BatchBuilder:
     ) -> Tensor | None:
         if not rows_drawn:
             return None
-        sources = self._sources.view(num_tokens)
+        sources, tensor = self._sources.of(1, num_tokens)
         if num_tokens > len(requests):
             sources[:] = -1
         sources[ends - 1] = [  # an expected token is the last one of its chunk
             rows_drawn[request.request_id] if sequence.num_unknown_tokens else -1
             for request, sequence in zip(requests, sequences, strict=True)
         ]
-        return self._sources.shaped(1, num_tokens)
+        return tensor
 
-    def _write_input_ids(
+    def _input_ids_of(
         self,
         chunks: Sequence[Chunk],
         sequences: Sequence[kvcore.KVSequence],
         starts: Sequence[int],
         firsts: NDArray[np.int64],
         num_tokens: int,
-    ) -> None:
-        input_ids = self._input_ids.view(num_tokens)
+    ) -> Tensor:
+        input_ids, tensor = self._input_ids.of(1, num_tokens)
         # Expected tokens are not known here: the device has them.
         input_ids[firsts] = [
             packed[start] if start < len(packed := sequence.packed) else 0
@@ -393,6 +386,7 @@ class BatchBuilder:
                     input_ids[first : first + len(tokens)] = tokens
                     if chunk.drafts:
                         input_ids[first + chunk.num_known : first + chunk.num_tokens] = chunk.drafts
+        return tensor
 
 
 def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:

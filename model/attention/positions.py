@@ -2,7 +2,7 @@
 
 A step holds tokens of many requests, so the row of a token says nothing about its position.
 `position_ids` does, but some layers do not use it: in Llama 4, layers without rotation scale their
-queries by the position `past_key_values.get_seq_length() + row`.
+queries by the position `cache.get_seq_length() + row`.
 
 Decides: what such a layer gets: an empty cache that reports, for each row, the position minus the
 row. The sum that the layer computes is then the position, in any step.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from kvcore.adapters.recurrent import ReportedLength
+from kvcore.adapters.recurrent import ReportedLength, cache_argument
 
 
 def report_positions(network: PreTrainedModel) -> None:
@@ -29,15 +29,16 @@ def report_positions(network: PreTrainedModel) -> None:
     Args:
         network: only passes with the keyword argument `paged` are changed.
     """
+    argument = cache_argument(network)
 
     def with_lengths(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         del module
-        if "paged" in kwargs and kwargs.get("past_key_values") is None:
+        if "paged" in kwargs and kwargs.get(argument) is None:
             positions = kwargs["position_ids"][0]
             rows = torch.arange(positions.shape[0], device=positions.device)
-            kwargs = kwargs | {"past_key_values": ReportedLength(positions - rows)}
+            kwargs = kwargs | {argument: ReportedLength(positions - rows)}
         return args, kwargs
 
     network.register_forward_pre_hook(with_lengths, with_kwargs=True)

@@ -33,8 +33,7 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
         help="data type of weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU and "
-        "with "
-        "--verify",
+        "with --verify",
     )
 
     tp: int = setting(
@@ -74,8 +73,7 @@ class PromptOptions:
     prompts_file: str | None = setting(
         None,
         help="file of prompts; .txt: one on each line; .jsonl: a JSON object on each line, with "
-        "prompt "
-        "and any sampling parameters",
+        "prompt and any sampling parameters",
         metavar="PATH",
     )
 

@@ -15,7 +15,7 @@ from model.caches.memory import show_bytes
 from model.cli.verify import Mismatch
 from model.control.request import FinishReason
 from model.engine import Engine
-from model.output import Completion
+from model.engine_core import Completion
 
 
 @dataclass(frozen=True, slots=True)

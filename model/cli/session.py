@@ -32,10 +32,10 @@ from model.cli.writer import StreamWriter, show
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.submission import Submission, salted
 from model.engine import Engine, TwinEngine, engine_of
+from model.engine_core import Completion, Output
 from model.errors import InvalidArgumentError, RankLostError, UsageError
 from model.forward.ranges import DeviceRanges
 from model.load.loader import LoadedModel
-from model.output import Completion, Output
 from model.trace import write_trace
 
 

@@ -9,7 +9,8 @@ Does not know: how a step is recorded (`trace.py`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.trace import PHASES, StepRecorder
+from model.control.step import PHASES
+from model.trace import StepRecorder
 
 
 @dataclass(frozen=True, slots=True)

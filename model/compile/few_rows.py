@@ -102,7 +102,7 @@ def fuse_few_rows(
     if not products:
         return None
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is operator.call:
+        if node.op == "call_function" and node.target is operator.call and node.args[1] >= 0:
             _replace_rotation(module, node, kernels)
     graph.eliminate_dead_code()
     module.recompile()

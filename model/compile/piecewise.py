@@ -1,4 +1,4 @@
-"""A traced network cut at its attention, the pieces compiled: piecewise compilation, as in vLLM.
+"""A traced network cut at its layers, the pieces compiled: piecewise compilation, as in vLLM.
 
 Between the attention of two layers there are about a hundred small operations, each of which reads
 and writes its whole tensor. `torch.compile` makes a few kernels of them. Pieces of similar layers
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from kvcore.adapters.recurrent import RecurrentPass
 from model.attention.attention import Attending
 from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
 from model.compile.traced_network import Mixing, TracedNetwork
@@ -100,25 +101,30 @@ class PiecewiseNetwork(TracedNetwork):
         few: fx.GraphModule | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(module, plain.terms)
+        super().__init__(module, plain.terms, plain.recurrent)
         self._plain = plain
-        self._few = None if few is None else TracedNetwork(few, plain.terms)
+        self._few = None if few is None else TracedNetwork(few, plain.terms, plain.recurrent)
         self._sizes: tuple[int, ...] = FEW_ROWS
         self._settled_sizes = sizes
 
     def logits(
-        self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        rows: Tensor,
+        paged: Attending,
+        states: RecurrentPass | None = None,
     ) -> Tensor:
         """See `TracedNetwork.logits`; close to it."""
         num_tokens = input_ids.shape[1]
         if num_tokens == 1:
-            return self._plain.logits(input_ids, position_ids, rows, paged)
+            return self._plain.logits(input_ids, position_ids, rows, paged, states)
         count = len(rows)
         if count < _LEAST:
             rows = nn.functional.pad(rows, (0, _LEAST - count))
         if self._few is not None and num_tokens in self._sizes:
-            return self._few.logits(input_ids, position_ids, rows, paged)[:count]
-        return super().logits(input_ids, position_ids, rows, paged)[:count]
+            return self._few.logits(input_ids, position_ids, rows, paged, states)[:count]
+        return super().logits(input_ids, position_ids, rows, paged, states)[:count]
 
     @property
     def has_few_row_pieces(self) -> bool:
@@ -256,7 +262,7 @@ def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Cutter:
-    """Builds the graph of pieces, node by node; attention and calls of `cuts` separate them."""
+    """Builds the graph of pieces, node by node; what a layer or `cuts` call separates them."""
 
     def __init__(
         self, source: fx.GraphModule, backend: str, cuts: Sequence[Callable[..., Tensor]]

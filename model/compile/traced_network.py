@@ -13,6 +13,9 @@ that multiple of the number at run time. No-ops (a cast to the same dtype, a pro
 removed. At the end the function is compared with the network, bit for bit, at several sizes,
 because a number may depend on the size in another way.
 
+A module that keeps a recurrent state is one call in the trace, as attention is: it runs as it is,
+sequence by sequence.
+
 Invariants: a traced network gave the network's own logits for every size tried; attention is called
 as the network calls it, layer by layer, with the same terms.
 
@@ -21,16 +24,18 @@ Does not know: caches, batches, what attention does.
 
 import logging
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 import backends
+from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.attention import Attending
 from model.errors import UnsupportedModelError
 
@@ -45,11 +50,42 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     return query.new_empty(*query.shape[:2], value.shape[2])
 
 
+def _recur(
+    given: Sequence[Tensor], number: int, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The place in a trace where a module with a state is called; never run."""
+    del number
+    return given[0].new_empty((*given[0].shape[:2], *shape), dtype=dtype)
+
+
 _library = torch.library.Library("kvcore_trace", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "attend(Tensor query, Tensor key, Tensor value, int layer) -> Tensor"
 )
 _library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "recur(Tensor[] given, int number, int[] shape, ScalarType dtype) -> Tensor"
+)
+_library.impl("recur", _recur, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+class _Recurrent(NamedTuple):
+    """A call of a module that keeps a state."""
+
+    forward: Callable[..., Any]
+    leaves: list[Any]  # of its arguments; a tensor of the trace is `Tensor`
+    spec: pytree.TreeSpec
+
+    def run(self, states: RecurrentPass, given: Sequence[Tensor]) -> Tensor:
+        tensors = iter(given)
+        leaves = [
+            next(tensors) if leaf is Tensor else states if leaf is RecurrentPass else leaf
+            for leaf in self.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        output = self.forward(*args, **kwargs)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
 
 class TracedNetwork:
@@ -57,18 +93,31 @@ class TracedNetwork:
 
     Attributes:
         module: the function as a graph of input_ids, position_ids, rows, num_tokens, num_rows and
-            a callable for attention. `meta["sized"]` of a node maps each dimension of its tensor
-            that depends on the number of tokens or rows to 0 (tokens), 1 (rows) or -1 (else).
+            a callable for attention and for modules with states. `meta["sized"]` of a node maps
+            each dimension of its tensor that depends on the number of tokens or rows to 0 (tokens),
+            1 (rows) or -1 (else).
         terms: of each layer's attention.
+        recurrent: the calls of modules with states, in order: call number -1 is the first one.
     """
 
-    def __init__(self, module: fx.GraphModule, terms: dict[int, backends.AttentionTerms]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        terms: dict[int, backends.AttentionTerms],
+        recurrent: Sequence[_Recurrent] = (),
+    ) -> None:
         self.module = module
         self.terms = terms
+        self.recurrent = recurrent
         self._run: Callable[..., Tensor] = module.forward
 
     def logits(
-        self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        rows: Tensor,
+        paged: Attending,
+        states: RecurrentPass | None = None,
     ) -> Tensor:
         """The logits of the network: [num_rows, vocab_size]. One forward pass.
 
@@ -77,13 +126,19 @@ class TracedNetwork:
             position_ids: int64 [1, num_tokens].
             rows: int64 [num_rows], the tokens whose logits are wanted.
             paged: computes the attention of each layer.
+            states: of recurrent layers; None: the tokens are one text, whose state is not kept.
         """
-        terms, attend = self.terms, paged.attend
+        terms, attend, recurrent = self.terms, paged.attend, self.recurrent
+        num_tokens, num_rows = input_ids.shape[1], rows.shape[0]
+        passing = RecurrentPass.of_fresh([num_tokens]) if recurrent and states is None else states
 
-        def call(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def call(layer: int, *given: Tensor) -> Tensor:
+            if layer < 0 and passing is not None:
+                return recurrent[~layer].run(passing, given)
+            query, key, value = given
             return attend(layer, query, key, value, terms[layer])
 
-        return self._run(input_ids, position_ids, rows, input_ids.shape[1], rows.shape[0], call)
+        return self._run(input_ids, position_ids, rows, num_tokens, num_rows, call)
 
 
 def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwork:
@@ -93,11 +148,12 @@ def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwo
         UnsupportedModelError: it cannot be traced, and why.
     """
     terms: dict[int, backends.AttentionTerms] = {}
+    recurrent: list[_Recurrent] = []
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs what is raised here
     level = logger.level
     try:
         logger.setLevel(logging.CRITICAL)
-        traced = _trace(network, device, terms)
+        traced = _trace(network, device, terms, recurrent)
         if device.type == "cuda":
             _check_replayable(traced)
             _move_constants(traced, device)
@@ -111,17 +167,22 @@ def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwo
         ) from error
     finally:
         logger.setLevel(level)
-    traced_network = TracedNetwork(module, terms)
+    traced_network = TracedNetwork(module, terms, recurrent)
     for num_tokens, num_rows in _TRIALS:
         _check(network, traced_network, device, num_tokens, num_rows)
     return traced_network
 
 
 def _trace(
-    network: PreTrainedModel, device: torch.device, terms: dict[int, backends.AttentionTerms]
+    network: PreTrainedModel,
+    device: torch.device,
+    terms: dict[int, backends.AttentionTerms],
+    recurrent: list[_Recurrent],
 ) -> fx.GraphModule:
+    marking = _marking(network, device, recurrent) if is_divided(network) else None
+
     def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
-        return _logits(network, input_ids, position_ids, rows, _Noting(terms))
+        return _logits(network, input_ids, position_ids, rows, _Noting(terms), marking)
 
     num_tokens, num_rows = _SIZES
     tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
@@ -156,6 +217,35 @@ class _Noting:
         self._terms[layer] = terms
         marked: Tensor = torch.ops.kvcore_trace.attend(query, key, value, layer)
         return marked
+
+
+def _marking(
+    network: PreTrainedModel, device: torch.device, recurrent: list[_Recurrent]
+) -> RecurrentPass:
+    """A pass that leaves a mark where a module with a state is called, and notes the call.
+
+    A pass of two tokens says what the modules return.
+    """
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    passing, marking = (RecurrentPass.of_fresh([2]) for _ in range(2))
+    outputs: list[tuple[nn.Module, Any]] = []
+    passing.outputs = outputs
+    _logits(network, tokens, tokens, tokens[0, :1], Mixing(), passing)
+
+    def mark(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        _, output = outputs[len(recurrent)]
+        own, *others = output if isinstance(output, tuple) else (output,)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        number = len(recurrent)
+        kinds = (Tensor, RecurrentPass)
+        kept = [next((k for k in kinds if isinstance(leaf, k)), leaf) for leaf in leaves]
+        recurrent.append(_Recurrent(forward, kept, spec))
+        marked = torch.ops.kvcore_trace.recur(given, number, own.shape[2:], own.dtype)
+        return (marked, *[None for _ in others]) if isinstance(output, tuple) else marked
+
+    marking.mark = mark
+    return marking
 
 
 def _sizeless(module: fx.GraphModule) -> fx.GraphModule:
@@ -282,6 +372,9 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
     if target is torch.ops.kvcore_trace.attend.default:
         query, key, value, layer = node.args
         node.target, node.args = operator.call, (call, layer, query, key, value)
+    elif target is torch.ops.kvcore_trace.recur.default:
+        given, number, *_ = node.args
+        node.target, node.args = operator.call, (call, ~number, *given)  # type: ignore[operator,misc]
     elif target is torch.ops.aten._to_copy.default and [*node.kwargs] == ["dtype"]:  # noqa: SLF001
         node.target, node.args = torch.ops.aten.to.dtype, (node.args[0], node.kwargs["dtype"])
         node.kwargs = {}
@@ -362,7 +455,12 @@ def _make_narrow(node: fx.Node) -> None:
 
 
 def _logits(
-    network: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: object
+    network: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    rows: Tensor,
+    paged: object,
+    states: RecurrentPass | None,
 ) -> Tensor:
     output = network(
         input_ids=input_ids,
@@ -370,6 +468,7 @@ def _logits(
         use_cache=False,
         logits_to_keep=rows,
         paged=paged,
+        **({} if states is None else {cache_argument(network): states}),
     )
     logits: Tensor = output.logits[0]
     return logits
@@ -394,7 +493,8 @@ def _check(
     position_ids = torch.arange(tokens, device=device)[None] * 3 % 37  # any network has 37
     kept = torch.arange(rows, device=device) * (tokens - 1) // max(1, rows - 1)  # first to last
     with torch.inference_mode():
-        wanted = _logits(network, input_ids, position_ids, kept, Mixing())
+        states = RecurrentPass.of_fresh([tokens]) if traced.recurrent else None
+        wanted = _logits(network, input_ids, position_ids, kept, Mixing(), states)
         try:
             got = traced.logits(input_ids, position_ids, kept, Mixing())
         except torch.cuda.OutOfMemoryError:

@@ -20,6 +20,16 @@ MAX_STEP_TOKENS = 2**31 - 1
 MAX_BLOCK_SIZE = 2**20
 """The most tokens a block of `kvcore` has."""
 
+_EXCLUSIVE = (
+    ("num_blocks", "kv_memory_bytes"),
+    ("num_blocks", "kv_memory_fraction"),
+    ("kv_memory_bytes", "kv_memory_fraction"),
+    ("eager", "compile"),
+    ("draft_model", "drafts"),
+    ("batch_invariant", "compile"),
+    ("sanitize", "compile"),
+)
+
 _NGRAM_DRAFTS, _MODEL_DRAFTS = 8, 4
 """The default number of draft tokens: an n-gram look-up costs no forward pass, a model one each."""
 
@@ -95,8 +105,7 @@ class EngineConfig(StepLimits):
     kv_memory_bytes: int | None = setting(
         None,
         help="memory for the KV cache, such as 2GiB, instead of --num-blocks (default on a CPU: "
-        "1GiB, "
-        "or half of the free memory if that is less)",
+        "1GiB, or half of the free memory if that is less)",
         least=1,
         unit="bytes",
     )
@@ -120,8 +129,7 @@ class EngineConfig(StepLimits):
     kv_dtype: Literal["auto", "fp8"] = setting(
         "auto",
         help="data type of the KV cache; auto: that of the model; fp8: e4m3 with scales, which "
-        "takes "
-        "half the memory of bfloat16 and may change the output",
+        "takes half the memory of bfloat16 and may change the output",
     )
     swap_memory_bytes: int | None = setting(
         None,
@@ -137,8 +145,7 @@ class EngineConfig(StepLimits):
     compile: bool = setting(
         False,
         help="compile before the first step, which takes seconds: on a GPU, with torch.compile; "
-        "on a "
-        "CPU, run the operations of a small network without its modules",
+        "on a CPU, run the operations of a small network without its modules",
     )
     sanitize: bool = setting(
         False,
@@ -155,14 +162,12 @@ class EngineConfig(StepLimits):
     async_scheduling: bool | None = setting(
         None,
         help="schedule and launch a step before the tokens of the previous one are read "
-        "(default: on a "
-        "GPU without speculative decoding)",
+        "(default: on a GPU without speculative decoding)",
     )
     drafts: Literal["ngram"] | None = setting(
         None,
         help="speculative decoding: propose draft tokens and verify them in one forward pass; "
-        "ngram: "
-        "propose what followed the same tokens earlier in the text (default: off)",
+        "ngram: propose what followed the same tokens earlier in the text (default: off)",
     )
     draft_model: str | None = setting(
         None,
@@ -174,8 +179,7 @@ class EngineConfig(StepLimits):
     draft_tokens: int | None = setting(
         None,
         help="speculative decoding: largest number of draft tokens of a request in a step "
-        "(default: "
-        f"{_NGRAM_DRAFTS} with --drafts ngram, {_MODEL_DRAFTS} with --draft-model)",
+        f"(default: {_NGRAM_DRAFTS} with --drafts ngram, {_MODEL_DRAFTS} with --draft-model)",
         least=1,
         most=64,
         needs=("drafts", "draft_model"),
@@ -183,8 +187,7 @@ class EngineConfig(StepLimits):
     grammar_token_s: float = setting(
         0.1,
         help="structured outputs: CPU seconds allowed for the token mask of one token; a request "
-        "that "
-        "takes longer ends with an error",
+        "that takes longer ends with an error",
         above=0,
     )
     grammar_request_s: float = setting(
@@ -208,32 +211,16 @@ class EngineConfig(StepLimits):
 
     def __post_init__(self) -> None:
         check_settings(self)
-        sizes = ("num_blocks", "kv_memory_bytes", "kv_memory_fraction")
-        given = [name for name in sizes if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InvalidArgumentError(
-                f"{given[0]}: cannot be combined with {given[1]}; give one of them"
-            )
-        if self.eager and self.compile:
-            raise InvalidArgumentError("eager: cannot be combined with compile; give one of them")
-        if self.drafts is not None and self.draft_model is not None:
-            raise InvalidArgumentError(
-                "draft_model: cannot be combined with drafts; give one of them"
-            )
+        for one, other in _EXCLUSIVE:
+            if getattr(self, one) and getattr(self, other):
+                raise InvalidArgumentError(
+                    f"{one}: cannot be combined with {other}; give one of them"
+                )
         if self.is_speculative and self.async_scheduling:
             source = "drafts" if self.draft_model is None else "draft_model"
             raise InvalidArgumentError(
                 f"async_scheduling: cannot be combined with {source}: draft tokens are proposed "
-                "from "
-                "the tokens of the previous step"
-            )
-        if self.batch_invariant and self.compile:
-            raise InvalidArgumentError(
-                "batch_invariant: cannot be combined with compile; give one of them"
-            )
-        if self.sanitize and self.compile:
-            raise InvalidArgumentError(
-                "sanitize: cannot be combined with compile; give one of them"
+                "from the tokens of the previous step"
             )
 
     @property

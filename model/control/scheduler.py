@@ -561,7 +561,7 @@ class Scheduler:
         if leading:  # a follower that found no room to fork draws when it is its turn
             expecting = [request for request in expecting if request.sequence is not None]
         self._expecting = tuple(expecting)
-        self._drafts = drafts_of(live)
+        self._drafts = {} if self._drafter is None else drafts_of(live)
         return tuple(orders)
 
     def drop(self, step: Step) -> None:

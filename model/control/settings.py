@@ -20,12 +20,14 @@ Does not know: torch, command lines, requests.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import (
     TYPE_CHECKING,
     Literal,
+    TypedDict,
     TypeVar,
+    Unpack,
     cast,
     get_args,
     get_origin,
@@ -38,32 +40,19 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _Value = TypeVar("_Value")
-_NOUNS = {int: "integer", float: "number", str: "text"}
+_NOUNS = {int: "integer", float: "number"}
 
 
-def setting(
-    default: _Value,
-    *,
-    help: str,  # noqa: A002  # argparse's, click's and cyclopts' word for it
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    unit: str = "",
-    flag: str | None = None,
-    metavar: str | None = None,
-    needs: tuple[str, ...] = (),
-) -> _Value:
-    """Declare a field of a dataclass as a setting. O(1).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is declared of a setting, and what its field says.
 
-    The annotation says what it takes: `bool`, `int`, `float`, `str`, a `Literal`, a `tuple[T, ...]`
-    of one of these, and any of them `| None`, where None means that nothing was said. A class that
-    has `WANTED`, words, and `from_text`, a class method, can stand on a command line too. A field
-    that takes anything else is declared all the same, and checked by who has it.
-
-    Args:
+    Attributes:
         default: its value when none is given; shown in every description unless it is None.
         help: what it means to the user: a phrase without a full stop.
+        name: of the field.
+        takes: its annotation without None.
+        is_optional: whether None is allowed.
         least: the smallest number that is allowed, of each where it takes several; 1 of a text: it
             is not empty.
         most: the largest, likewise.
@@ -77,54 +66,20 @@ def setting(
         needs: settings of the same class without which this one does nothing; one of them must be
             given too. `"name"` is given by any value but its default, `"name=value"` by that value.
     """
-    said = Setting(
-        default=default,
-        help=help,
-        least=least,
-        most=most,
-        above=above,
-        below=below,
-        unit=unit,
-        flag=flag,
-        metavar=metavar,
-        needs=needs,
-    )
-    return field(default=default, metadata={"help": help, "setting": said})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What is declared of a setting: the arguments of `setting`, and what its field says.
-
-    Attributes:
-        name: of the field.
-        takes: its annotation without None.
-        is_optional: whether None is allowed.
-    """
-
+    default: object
+    help: str
     name: str = ""
     takes: object = object
     is_optional: bool = False
-    default: object
-    help: str
-    least: float | None
-    most: float | None
-    above: float | None
-    below: float | None
-    unit: str
-    flag: str | None
-    metavar: str | None
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    unit: str = ""
+    flag: str | None = None
+    metavar: str | None = None
     needs: tuple[str, ...] = ()
-
-    @property
-    def wanted(self) -> str:
-        """Which values are allowed, in words: "an integer from 1 to 8". O(1)."""
-        return f"a list, each {self.wanted_each}" if self.takes_several else self.wanted_each
-
-    @property
-    def wanted_each(self) -> str:
-        """The same of one value, where it takes several. O(1)."""
-        return self._wanted(self.takes_each)
 
     @property
     def takes_several(self) -> bool:
@@ -142,22 +97,21 @@ class Setting:
         Raises:
             InvalidSettingError: it is not.
         """
-        if not self.allows(value):
-            raise InvalidSettingError(self.name, self.wanted, value)
-
-    def allows(self, value: object) -> bool:
-        """Whether the value is allowed; O(1), O(values) where it takes several."""
         if value is None:
-            return self.is_optional
-        if self.takes_several:
-            return isinstance(value, tuple) and all(map(self.allows_each, value))
-        return self.allows_each(value)
+            is_allowed = self.is_optional
+        elif self.takes_several:
+            is_allowed = isinstance(value, tuple) and all(map(self.allows_each, value))
+        else:
+            is_allowed = self.allows_each(value)
+        if not is_allowed:
+            each = self.wanted_each
+            raise InvalidSettingError(
+                self.name, f"a list, each {each}" if self.takes_several else each, value
+            )
 
     def allows_each(self, value: object) -> bool:
         """Whether one value is allowed, where it takes several. O(1)."""
-        return self._allows(self.takes_each, value)
-
-    def _allows(self, kind: object, value: object) -> bool:
+        kind = self.takes_each
         if get_origin(kind) is Literal:
             return any(type(value) is type(one) and value == one for one in get_args(kind))
         if kind is bool:
@@ -179,30 +133,67 @@ class Setting:
             and (self.below is None or number < self.below)
         )
 
-    def _wanted(self, kind: object) -> str:
+    @property
+    def wanted_each(self) -> str:
+        """Which values are allowed, in words: "an integer from 1 to 8". O(1)."""
+        kind = self.takes_each
         if get_origin(kind) is Literal:
             return "one of " + ", ".join(map(repr, get_args(kind)))
         if kind is bool:
             return "true or false"
+        if kind is str:
+            return "text that is not empty" if self.least == 1 else "text"
         noun = _NOUNS.get(cast("type", kind))
         if noun is None:
             return str(getattr(kind, "WANTED", "another value"))
         if self.below == math.inf:
             noun = f"finite {noun}"
-        if kind is str:
-            return "text that is not empty" if self.least == 1 else "text"
         article = "an" if noun[0] in "ai" else "a"
         if kind is int and self.least is not None and self.most is not None:
             return f"{article} {noun} from {self.least} to {self.most}"
-        limits = " and ".join(self._limits())
-        of = "of " if limits.startswith("at ") else ""
-        return f"{article} {noun} {of}{limits}".rstrip()
+        below = None if self.below == math.inf else self.below
+        limits = (
+            ("at least", self.least), ("above", self.above), ("at most", self.most),
+            ("below", below),
+        )  # fmt: skip
+        text = " and ".join(f"{word} {limit}" for word, limit in limits if limit is not None)
+        of = "of " if text.startswith("at ") else ""
+        return f"{article} {noun} {of}{text}".rstrip()
 
-    def _limits(self) -> Iterator[str]:
-        limits = (("at least", self.least), ("above", self.above), ("at most", self.most))
-        yield from (f"{word} {limit}" for word, limit in limits if limit is not None)
-        if self.below is not None and self.below != math.inf:
-            yield f"below {self.below}"
+
+class _Rules(TypedDict, total=False):
+    """The rules of a setting; `Setting` says what each means."""
+
+    least: float
+    most: float
+    above: float
+    below: float
+    unit: str
+    flag: str
+    metavar: str
+    needs: tuple[str, ...]
+
+
+def setting(
+    default: _Value,
+    *,
+    help: str,  # noqa: A002  # argparse's, click's and cyclopts' word for it
+    **rules: Unpack[_Rules],
+) -> _Value:
+    """Declare a field of a dataclass as a setting. O(1).
+
+    The annotation says what it takes: `bool`, `int`, `float`, `str`, a `Literal`, a `tuple[T, ...]`
+    of one of these, and any of them `| None`, where None means that nothing was said. A class that
+    has `WANTED`, words, and `from_text`, a class method, can stand on a command line too. A field
+    that takes anything else is declared all the same, and checked by who has it.
+
+    Args:
+        default: as in `Setting`.
+        help: as in `Setting`.
+        rules: as in `Setting`.
+    """
+    said = Setting(default=default, help=help, **rules)
+    return field(default=default, metadata={"help": help, "setting": said})
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""A step: what the scheduler has planned, its counters, and the step on its way through the device.
+"""A step: the scheduler's plan, its counters, the step on its way through the device, its watch.
+
+Decides: the phases of a step. `schedule` plans it, `prepare` builds its tensors, `forward` is the
+network, `sample` draws the tokens, `commit` tells the cache and makes text.
 
 Invariants: a plan is a value; nothing in it changes after it was made, but for the payload of a
 host copy, which belongs to the `BlockMover` that carries out the transfers.
@@ -7,12 +10,22 @@ Does not know: how the plan came about (`scheduler.py`), or how it is computed (
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import kvcore
 from model.control.request import HostCopy, Request
 from model.errors import SchedulerStateError
+
+SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
+    "schedule",
+    "prepare",
+    "forward",
+    "sample",
+    "commit",
+)
+_NOTHING = nullcontext()
 
 
 class Chunk(NamedTuple):
@@ -79,11 +92,6 @@ class Step:
     def num_tokens(self) -> int:
         """The tokens of the step. O(num_chunks)."""
         return sum([chunk.num_tokens for chunk in self.chunks])
-
-    @property
-    def sampling(self) -> list[Request]:
-        """The requests that get a token, each leader before its followers. O(num_chunks)."""
-        return samplers(self.chunks)
 
     def running(self) -> list[Chunk]:
         """The chunks of requests that still run. O(num_chunks)."""
@@ -221,13 +229,59 @@ class Flight:
 
         O(num_sampled that ask).
         """
-        rows = (*self.sampling, *rows_behind(self.drafted))
-        found: dict[int, list[TokenLogprobs]] = {}
-        for row, logprobs in self.drawn.logprobs().items():
-            found.setdefault(rows[row].request_id, []).append(logprobs)
+        drawn, found = self.drawn.logprobs(), dict[int, list[TokenLogprobs]]()
+        if drawn:
+            rows = (*self.sampling, *rows_behind(self.drafted))
+            for row, logprobs in drawn.items():
+                found.setdefault(rows[row].request_id, []).append(logprobs)
         return found
 
 
 def rows_behind(drafted: Sequence[tuple[Request, tuple[int, ...]]]) -> Iterator[Request]:
     """The request of each draft token. O(drafts)."""
     return (request for request, drafts in drafted for _ in drafts)
+
+
+class StepWatch(Protocol):
+    """What the engine tells while it runs a step: `begin`, `scheduled`, `done` ..., `end`."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        ...
+
+    def scheduled(self, step: Step) -> None:
+        """The step is planned."""
+        ...
+
+    def done(self, phase: str) -> None:
+        """A phase is over; the next one begins."""
+        ...
+
+    def on_device(self, phase: str) -> AbstractContextManager[object]:
+        """What the body sends to the device belongs to this phase."""
+        ...
+
+    def end(self) -> None:
+        """The last phase and the step are over."""
+        ...
+
+
+class Unwatched:
+    """A watch that does not look."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def scheduled(self, step: Step) -> None:
+        """Nothing."""
+
+    def done(self, phase: str) -> None:
+        """Nothing."""
+
+    def on_device(self, phase: str) -> AbstractContextManager[object]:
+        """Nothing."""
+        del phase
+        return _NOTHING
+
+    def end(self) -> None:
+        """Nothing."""

@@ -10,7 +10,9 @@ Decides: the buckets. Steps in which every sequence computes one token have thei
 attention needs no prefill kernels; all others, with prompts, chunked prefill and draft tokens,
 share buckets by tokens and rows. The assignment of tokens to sequences is read on the device, so
 one graph serves all of them. Tokens that the previous step has drawn are read inside the graph, so
-the host never waits for them.
+the host never waits for them. A network with recurrent layers has only buckets with one token per
+sequence: with several tokens the host divides a step by sequence. Surplus rows read no state and
+write none.
 
 Invariants: what a graph reads beside the tensors of a step (weights, caches) never moves; a replay
 gives the network's own results, because it consists of the network's own launches.
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 import backends
+from kvcore.adapters.recurrent import Run, StateStep
 from model.attention.batch import StepTensors, chosen_ids
 from model.forward.network import PagedNetwork
 from model.sample.draw_graphs import DrawGraphs, GraphCapturer, Place
@@ -169,6 +172,8 @@ class CudaGraphs:
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
         self._max_seq_lens = [width * block_size for width in widths]
+        pieces = network.blocks_per_state
+        self._states = _StateInputs(most, pieces, device) if pieces else None
         self._worth = network.shared_worth()
         # For steps with several tokens per sequence: logits and the largest of each row.
         self._logits, self._best = torch.empty(0), torch.empty(0)
@@ -229,6 +234,8 @@ class CudaGraphs:
             sent = batch.block_table.to(table.device, non_blocking=True)
             width = min(sent.shape[1], table.shape[1])
             table[:rows, :width].copy_(sent[:, :width])
+        if self._states is not None and step.states is not None:
+            self._states.load(step.states, bucket.rows)
 
     def _run(self, bucket: Bucket) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         size, rows, longest, shares = bucket
@@ -257,7 +264,9 @@ class CudaGraphs:
             )
         )
         positions = inputs.position_ids[:size][None]  # strided as a tensor of its own
-        logits = self._network.logits(StepTensors(ids, positions, inputs.logit_rows[:rows], paged))
+        states = None if self._states is None else self._states.of(rows)
+        step = StepTensors(ids, positions, inputs.logit_rows[:rows], paged, states=states)
+        logits = self._network.logits(step)
         best, tokens = self._passes.most_likely(logits)
         return (logits, (best, tokens)) if longest == 1 else self._kept(logits, best, tokens)
 
@@ -354,6 +363,31 @@ class _Inputs:
             elif bucket.shares:
                 prefix_terms.zero_()
         self._words.copy_(self._sent[0], non_blocking=True)
+
+
+class _StateInputs:
+    """The states that a step reads and writes, on the device, filled by one copy from the host."""
+
+    def __init__(self, rows: int, blocks_per_state: int, device: torch.device) -> None:
+        shape, is_pinned = (2, rows, blocks_per_state), device.type == "cuda"
+        self._blocks = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self._sent = [
+            torch.full(shape, -1, dtype=torch.int64, pin_memory=is_pinned) for _ in range(2)
+        ]
+
+    def load(self, step: StateStep, rows: int) -> None:
+        """Copy a step's block ids to the front; the surplus rows have none."""
+        self._sent.reverse()
+        sent, count = self._sent[0], len(step.runs)
+        for side, blocks in zip(sent, (step.read, step.write), strict=True):
+            side[count:rows] = -1
+            side[:count] = -1 if blocks is None else blocks
+        self._blocks.copy_(sent, non_blocking=True)
+
+    def of(self, rows: int) -> StateStep:
+        """A step of one token for each of the first rows."""
+        runs = tuple(Run(row, num_known=1, num_drafts=0, has_state=True) for row in range(rows))
+        return StateStep(runs, self._blocks[0, :rows], self._blocks[1, :rows])
 
 
 def _bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:

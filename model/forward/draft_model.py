@@ -28,7 +28,7 @@ import kvcore
 from model.caches.swap import BlockMover
 from model.control.config import EngineConfig
 from model.control.request import Request
-from model.control.step import Chunk, Flight, Step
+from model.control.step import Chunk, Flight, Step, Unwatched
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.step_runner import StepRunner
@@ -36,7 +36,6 @@ from model.forward.warm_up import Prepared, prepare_network
 from model.load.loader import LoadedModel
 from model.sample.grammars import Grammars
 from model.sample.request_sampler import RequestSampler
-from model.trace import Unwatched
 
 
 @dataclass(slots=True)

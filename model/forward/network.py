@@ -91,10 +91,6 @@ class PagedNetwork:
         self.mode: str | None = None
 
     @property
-    def _is_compiled(self) -> bool:
-        return isinstance(self._traced, PiecewiseNetwork)
-
-    @property
     def backend(self) -> backends.Backend:
         """Computes its attention. O(1)."""
         return self._backend
@@ -119,6 +115,16 @@ class PagedNetwork:
     def num_blocks(self) -> int:
         """Blocks of the caches, the null block included; 0 if there are no caches. O(1)."""
         return self.caches.storages[0].shape[0] if self.caches.storages else 0
+
+    @property
+    def blocks_per_state(self) -> int:
+        """Blocks of a sequence's state in the caches; 0: it keeps none. O(states)."""
+        return 1 + max([state.piece for state in self.caches.states.values()], default=-1)
+
+    @property
+    def can_replay_states(self) -> bool:
+        """Whether steps with one token per sequence can be replayed from a CUDA graph. O(1)."""
+        return not self.layout.states or self._recurrence.takes_slots
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Allocate caches of `num_blocks` blocks; earlier caches are freed first. O(their bytes).
@@ -170,8 +176,6 @@ class PagedNetwork:
             raise UnsupportedModelError(
                 "tracing: its rotary factors depend on the length of each request"
             )
-        if self.layout.states:
-            raise UnsupportedModelError("tracing: it has recurrent layers")
         self._traced = trace_network(self._network, self.device)
 
     def compile(self, step: StepTensors, few: StepTensors) -> Tensor:
@@ -230,18 +234,22 @@ class PagedNetwork:
 
         Operations on states are compiled in it; they read and write no block.
         """
-        noting, states = _Noting(), dict[str, RecurrentPass]()
+        noting, states = _Noting(), None
         tokens = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         if self.layout.states:
             places = ((0, 1), (1, 1), (2, 2), (4, 2))
             runs = tuple(Run(*place, num_drafts=0, has_state=True) for place in places)
-            pieces = 1 + max(state.piece for state in self.caches.states.values())
-            nowhere, tokens = tokens.new_full((len(runs), pieces), -1), tokens.new_zeros((1, 6))
+            nowhere = tokens.new_full((len(runs), self.blocks_per_state), -1)
+            tokens = tokens.new_zeros((1, 6))
             step = StateStep(runs, nowhere, None)
-            states[self._cache_argument] = self._recurrence.passing(self.caches.states, step)
+            states = self._recurrence.passing(self.caches.states, step)
         with torch.inference_mode():
             self._network(
-                input_ids=tokens, position_ids=tokens, use_cache=False, paged=noting, **states
+                input_ids=tokens,
+                position_ids=tokens,
+                use_cache=False,
+                paged=noting,
+                **self._named(states),
             )
         calls: dict[object, backends.LayerCall] = {}
         worth = self.shared_worth()
@@ -282,11 +290,13 @@ class PagedNetwork:
             backend: computes attention; None: the network's own backend.
         """
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
+        states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
-        with torch.no_grad() if self._is_compiled else torch.inference_mode():
+        is_compiled = isinstance(self._traced, PiecewiseNetwork)
+        with torch.no_grad() if is_compiled else torch.inference_mode():
             if self._traced is not None:
                 return self._traced.logits(
-                    step.input_ids, step.position_ids, step.logit_rows, paged
+                    step.input_ids, step.position_ids, step.logit_rows, paged, states
                 )
             with nullcontext() if self.rope is None else self.rope.choosing(step.is_long):
                 output = self._network(
@@ -295,15 +305,19 @@ class PagedNetwork:
                     use_cache=False,
                     logits_to_keep=step.logit_rows,
                     paged=paged,
-                    **self._states_of(step),
+                    **self._named(states),
                 )
         logits: Tensor = output.logits[0]
         return logits
 
-    def _states_of(self, step: StepTensors) -> dict[str, RecurrentPass]:
-        """The argument of a pass with the states that a step reads and writes, if it has any."""
+    def _states_of(self, step: StepTensors) -> RecurrentPass | None:
+        """The states that a step reads and writes; None: the network has none."""
         if not self.layout.states:
-            return {}
+            return None
         if step.states is None:  # a prompt that stores nothing
-            return {self._cache_argument: RecurrentPass.of_fresh([step.input_ids.shape[1]])}
-        return {self._cache_argument: self._recurrence.passing(self.caches.states, step.states)}
+            return RecurrentPass.of_fresh([step.input_ids.shape[1]])
+        return self._recurrence.passing(self.caches.states, step.states)
+
+    def _named(self, states: RecurrentPass | None) -> dict[str, RecurrentPass]:
+        """The states as an argument of the network."""
+        return {} if states is None else {self._cache_argument: states}

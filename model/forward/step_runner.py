@@ -20,21 +20,18 @@ from kvcore import CopyOrder
 from model.attention.batch import BatchBuilder, StepTensors, chosen_ids
 from model.caches.swap import BlockMover
 from model.control.request import Request
-from model.control.step import Flight, Step, rows_behind
+from model.control.step import FORWARD, PREPARE, SAMPLE, Flight, Step, StepWatch, rows_behind
 from model.forward.cuda_graphs import CudaGraphs, Passed
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
 from model.sample.request_sampler import RequestSampler
-from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
 
 def _places(
     sampling: Sequence[Request], drafted: Sequence[tuple[Request, tuple[int, ...]]]
 ) -> list[int]:
-    """For each row the number of drafts of its request before it; empty if there are no drafts."""
-    if not drafted:
-        return []
+    """For each row the number of drafts of its request before it."""
     behind = [place for _, drafts in drafted for place in range(1, len(drafts) + 1)]
     return [0] * len(sampling) + behind
 
@@ -147,7 +144,7 @@ class StepRunner:
                 passed.most_likely,
                 newest,
                 passed.place,
-                _places(sampling, drafted),
+                _places(sampling, drafted) if drafted else (),
             )
             if self.can_defer_read(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)

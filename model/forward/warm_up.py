@@ -12,6 +12,8 @@ Decides: how a network runs. Kernels are always compiled. Beside that, except in
 | compiled piecewise (`compile/piecewise.py`) | with `--compile` | never |
 | steps captured as CUDA graphs (`cuda_graphs.py`) | yes, up to some thousand tokens | never |
 
+With recurrent layers only steps of one token per sequence are captured.
+
 A network that cannot be traced because it looks at values runs eagerly, also without CUDA graphs: a
 graph would replay decisions that were made once. The largest step has one prompt of
 `max_num_batched_tokens`, and samples as many rows as requests and their drafts can have.
@@ -207,15 +209,20 @@ def prepare_network(
         return Prepared(how)
     if any(network.layout.chunks):  # the tables of such steps differ in number and length
         return Prepared(f"{how}, no graphs of attention in chunks")
+    if not network.can_replay_states:
+        return Prepared(f"{how}, no graphs: the backend has no operation for some states")
     num_slots = (network.num_blocks - 1) * config.block_size
     longest = min(max_model_len or num_slots, num_slots)
+    max_tokens = captured_tokens(network.num_parameters, len(network.layout.layers), config)
+    if network.layout.states:
+        max_tokens = 0
     graphs = CudaGraphs(
         network,
         drawn,
         [-(-longest // config.block_size)] * len(network.layout.windows),
         config.block_size,
         config.max_num_seqs,
-        captured_tokens(network.num_parameters, len(network.layout.layers), config),
+        max_tokens,
         DrawGraphs(max(2, config.max_num_seqs, config.max_rows), network.device),
         config.max_rows,
     )

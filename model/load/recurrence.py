@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import backends
 from kvcore.adapters import recurrent
-from kvcore.adapters.recurrent.state_functions import BackendOperations, use_pytorch
+from kvcore.adapters.recurrent import BackendOperations, use_pytorch
 from model.attention.attention import IMPLEMENTATION, follow_layers
 from model.errors import UnsupportedModelError
 

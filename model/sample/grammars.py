@@ -45,6 +45,9 @@ class Grammars:
         config: the budgets.
         measures: whether time is measured; of several ranks only rank 0 does.
         clock: processor time of the thread, in seconds.
+
+    Attributes:
+        texts: by request_id, the state of each text that follows a grammar now; read its length.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Grammars:
         self._compiler = GrammarCompiler(
             describe, vocab_size, eos_token_ids, self._token_s if measures else None, clock
         )
-        self._texts: dict[int, _Text] = {}
+        self.texts: dict[int, _Text] = {}
         self._untrimmed_s = 0.0
         self._overrun: dict[int, tuple[Request, GrammarError]] = {}
 
@@ -72,11 +75,6 @@ class Grammars:
     def num_words(self) -> int:
         """32-bit words per mask. O(1)."""
         return -(-self._vocab_size // 32)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether any text follows a grammar now. O(1)."""
-        return bool(self._texts)
 
     def compile(self, grammar: Grammar) -> "Future[Compiled]":
         """Start to compile a grammar on another thread, unless done; from any thread. O(1).
@@ -137,7 +135,7 @@ class Grammars:
     def discard(self, request: Request) -> None:
         """Drop all state of a request. O(1), sometimes O(grammars)."""
         self._overrun.pop(request.request_id, None)
-        self._texts.pop(request.request_id, None)
+        self.texts.pop(request.request_id, None)
         if self._untrimmed_s > _TRIM_EVERY_S:
             self._untrimmed_s = 0.0
             self._compiler.trim()
@@ -158,12 +156,12 @@ class Grammars:
             self._overrun[request.request_id] = (request, error)
 
     def _text(self, request: Request) -> "_Text":
-        text = self._texts.get(request.request_id)
+        text = self.texts.get(request.request_id)
         if text is None:
             grammar = request.params.grammar
             if grammar is None:
                 raise InvalidSettingError("grammar", "a request that has one", request)
-            text = self._texts[request.request_id] = _Text(self.compile(grammar).result())
+            text = self.texts[request.request_id] = _Text(self.compile(grammar).result())
         return text
 
 

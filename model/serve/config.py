@@ -55,8 +55,7 @@ class ServeConfig:
     stream_share: float = setting(
         STREAM_SHARE,
         help="largest fraction of time spent on sending streamed tokens; with many streams, "
-        "several "
-        "tokens are sent together to stay below it (1: every token is sent at once)",
+        "several tokens are sent together to stay below it (1: every token is sent at once)",
         above=0,
         most=1,
     )

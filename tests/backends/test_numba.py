@@ -14,8 +14,8 @@ from backends import conformance
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import bits, build
+from backends.numba_cpu.launch import Workers
 from backends.numba_cpu.matmul import multiply_rows
-from backends.numba_cpu.workers import Workers
 from tests.backends.strategies import attention_cases
 
 NUMBA = backends.get_backend("numba")

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import backends
 from backends import InvalidArgumentError
 from backends.conformance.cases import bits
-from backends.numba_cpu import NumbaBackend, paged_attention, plans, store_kv
-from backends.numba_cpu.plans import MOST_PLANS, Plans
+from backends.numba_cpu import NumbaBackend, launch, paged_attention, store_kv
+from backends.numba_cpu.launch import MOST_PLANS, Plans
 
 SLOTS = 48
 LENGTHS = ((1, 10), (3, 7))  # query tokens and length of the sequences
@@ -151,7 +151,7 @@ def test_an_address_that_is_kept_is_caught():
         __slots__ = ("seen",)
 
         def store_kv(self, key, value, cache, slot_mapping):
-            kept = self.seen.setdefault(plans.sign(cache.k), cache)
+            kept = self.seen.setdefault(launch.sign(cache.k), cache)
             super().store_kv(key, value, kept, slot_mapping)
 
     backend = Keeping()
@@ -240,13 +240,13 @@ def test_plans_are_few_however_many_calls_differ():
     kept = Plans()
     for number in range(3 * MOST_PLANS):
         kept.keep(number, -number)
-        assert kept.find(number) == -number
+        assert kept.get(number) == -number
         assert len(kept) <= MOST_PLANS
-    assert kept.find(0) is None
+    assert kept.get(0) is None
 
 
 def test_threads_share_plans(monkeypatch):
-    monkeypatch.setattr(plans, "MOST_PLANS", 2)  # so that plans come and go under their hands
+    monkeypatch.setattr(launch, "MOST_PLANS", 2)  # so that plans come and go under their hands
     kinds = [PLAIN, *NEIGHBOURS.values()]
     backend, start = NumbaBackend(), threading.Barrier(len(kinds))
     wanted = [run(NumbaBackend(), *arguments(kind, Memory())) for kind in kinds]

@@ -19,6 +19,7 @@ COMMANDS = {
     "kernels": "a kernel backend beside yardsticks of the same run (--backend)",
     "engine": "requests through the engine in one process; takes the flags of model.run",
     "host": "what a decode step costs the host, beside the network",
+    "recurrent": "decoding and second turns with recurrent layers, beside attention alone",
     "paging": "how much memory paging saves on a trace, by block size; counted, not timed",
     "capacity": "how many requests of hybrid models fit into a memory (--peer vllm); counted",
     "server": "`vllm bench serve` against the server; takes the flags of model.serve",
@@ -93,6 +94,8 @@ if __name__ == "__main__":
         from tests.bench.engine import command
     elif name == "host":
         from tests.bench.engine import host as command
+    elif name == "recurrent":
+        from tests.bench.engine import recurrent as command
     elif name == "paging":
         from tests.bench.engine import paging as command
     elif name == "capacity":

@@ -12,7 +12,7 @@ import argparse
 import time
 
 import kvcore
-from tests.kvcore.machines import ManagerMachine
+from tests.kvcore.machines import HybridMachine, ManagerMachine
 from tests.kvcore.machines.outlook import copied
 from tests.kvcore.views import pool_view, sequence_view
 
@@ -24,6 +24,9 @@ SCOPES = {
     "uneven three": (13, ([0] * 13, [0] * 4 + [1] * 6)),
     "window, told later": (5, ([0] * 3, [0] * 4 + [1] * 5)),
     "full and window, loaded": (8, ([0] * 9, [0] * 4 + [1] * 5)),
+    "full and state": (8, ([0] * 3, [0] * 2 + [1] * 3)),
+    "full and three pieces": (12, ([0] * 3, [0] * 2 + [1] * 3)),
+    "full and state, told later": (8, ([0] * 3, [0] * 2 + [1] * 3)),
 }
 """By layout: how many blocks, the null block included, and the prompts."""
 MAX_LIVE = 2
@@ -34,17 +37,37 @@ def operations(machine):
     """Yield (name, function of a machine) for everything that can be done next."""
     if len(machine.live) < MAX_LIVE:
         for number, prompt in enumerate(machine.prompts):
-            yield f"open {number}", lambda m, p=prompt: m.begin(p, DEFAULT, packed=False)
+            yield f"open {number}", lambda m, p=prompt: begin(m, p)
     for index in range(len(machine.live)):
-        for verb in VERBS:
+        for verb in machine.verbs:
             if verb in LEFT_OUT and not LEFT_OUT[verb](machine):
                 continue
-            yield f"{verb} {index}", lambda m, v=verb, i=index: VERBS[v](m, m.live[i])
+            yield f"{verb} {index}", lambda m, v=verb, i=index: m.verbs[v](m, m.live[i])
+    if isinstance(machine, HybridMachine):
+        yield from transfers_of_states(machine)
+        yield "reset", lambda m: m.reset(chance=0, canonical=False)
+        return
     for number in machine.naive.leases:
         yield f"end lease {number}", lambda m, n=number: end_lease(m, n)
         if number in machine.naive.loads:
             yield f"commit load {number}", lambda m, n=number: commit_load(m, n)
     yield "reset", reset
+
+
+def begin(machine, prompt):
+    if isinstance(machine, HybridMachine):
+        machine.begin(prompt[:], "default")
+    else:
+        machine.begin(prompt, DEFAULT, packed=False)
+
+
+def transfers_of_states(machine):
+    for number in machine.leased:
+        yield f"end lease {number}", lambda m: m.end_lease(0)
+        if number in machine.loads:
+            yield f"commit load {number}", lambda m: m.commit_load(0)
+        else:
+            yield f"fail the transfer {number}", lambda m: m.fail_transfer(0)
 
 
 def end_lease(machine, number):
@@ -114,25 +137,99 @@ LEFT_OUT = {
 """Verbs that only some scopes have, so that they can go deeper."""
 
 
+def commit_one(machine, entry):
+    if entry.todo and entry.real.state.write:
+        room = min(len(table.blocks) * table.block_size for table in entry.real.tables)
+        if entry.computed < room:
+            machine.commit(entry, 1)
+
+
+def decode(machine, entry):
+    """A token becomes known in the step that computes the one before."""
+    if not entry.future and machine.ready(entry):
+        machine.step([entry], [([1], 1, [], 1)])
+
+
+def append_to_state(machine, entry):
+    if not entry.future:
+        machine.kv.extend(entry.real, [1])
+        entry.known.append(1)
+
+
+def expect_one(machine, entry):
+    machine.kv.expect(entry.real, 1)
+    entry.future.append(1)
+
+
+def tell(machine, entry):
+    if entry.future:
+        machine.resolve([e for e in machine.live if e.future].index(entry), 1)
+
+
+def split(machine, entry):
+    if len(machine.live) < MAX_LIVE:
+        machine.split(entry)
+
+
+def lease_state(machine, entry):
+    if not machine.leased:
+        machine.take_lease(entry, "store")
+
+
+def load_state(machine, entry):
+    if not machine.leased and entry.computed < len(entry.known):
+        machine.start_load(entry, len(entry.known))
+
+
+STATE_VERBS = {
+    "reserve a block for": lambda m, e: m.reserve(e, 2),
+    "commit one of": commit_one,
+    "run": lambda m, e: m.run_all(e),
+    "decode": decode,
+    "append to": append_to_state,
+    "cut to 1": lambda m, e: m.cut(e, min(1, len(e.tokens))),
+    "cut to 2": lambda m, e: m.cut(e, min(2, len(e.tokens))),
+    "cut to 3": lambda m, e: m.cut(e, min(3, len(e.tokens))),
+    "fork": split,
+    "lease": lease_state,
+    "load": load_state,
+    "fail the load of": lambda m, e: m.fail_load(m.live.index(e), min(1, e.computed), None),
+    "expect one of": expect_one,
+    "tell": tell,
+    "close": lambda m, e: m.end(e),
+}
+
+
+OTHER_WAYS = {"": ("expect one of", "tell"), "told later": ("lease", "load", "fork", "append to")}
+"""By how tokens come the verbs on states that a scope does without."""
+KEPT = {
+    *("groups", "kv", "naive", "other", "memory", "epoch", "live", "folded", "last_event"),
+    *("pieces", "common", "every", "caching", "ended", "retained", "leased", "loads", "events"),
+    "num_opened",
+}
+
+
 def start(layout="full"):
     """Return a machine at rest, and remember which namespace its requests are in."""
-    machine = ManagerMachine()
+    name, _, way = layout.partition(", ")
+    machine = HybridMachine() if name in HybridMachine.layouts else ManagerMachine()
     num_blocks, machine.prompts = SCOPES[layout]
-    machine.start(
-        num_blocks=num_blocks,
-        layout=machine.layouts.index(layout.partition(",")[0]),
-        caching=True,
-        events=False,
-    )
+    about = {"num_blocks": num_blocks, "layout": machine.layouts.index(name), "caching": True}
+    if isinstance(machine, ManagerMachine):
+        machine.verbs = VERBS
+        machine.start(**about, events=False)
+    else:
+        machine.verbs = {v: one for v, one in STATE_VERBS.items() if v not in OTHER_WAYS[way]}
+        machine.start(**about, size=2, pieces=1, grid=0, events=False)
     return machine
 
 
 def clone(machine):
     """Copy what the machine drives and compares with; not what Hypothesis keeps in it."""
-    kept = ("groups", "kv", "naive", "other", "memory", "epoch", "live", "folded", "last_event")
-    twin = object.__new__(ManagerMachine)
-    twin.prompts = machine.prompts
-    vars(twin).update(copied({name: vars(machine)[name] for name in kept}))
+    twin = object.__new__(type(machine))
+    twin.prompts, twin.verbs = machine.prompts, machine.verbs
+    kept = {name: value for name, value in vars(machine).items() if name in KEPT}
+    vars(twin).update(copied(kept))
     return twin
 
 
@@ -143,6 +240,13 @@ def signature(machine):
         del pool[counter]
     active = machine.kv.leases.active
     leases = [[b.block_id for b in lease.blocks] for lease in active.values()]
+    if isinstance(machine, HybridMachine):
+        sequences = [
+            (sequence_view(one.real), one.known, one.future, one.kept, one.prompt, one.wanted)
+            for one in machine.live
+        ]
+        loads = [(n, repr(active[n].load), known) for n, (_, known) in machine.loads.items()]
+        return repr((pool, sequences, leases, loads))
     loads = [(n, naive.computed, naive.tokens) for n, (naive, *_) in machine.naive.loads.items()]
     loads = [repr(active[number].load) + str(load) for number, *load in loads if number in active]
     return repr((pool, [sequence_view(real) for real, _, _ in machine.live], leases, loads))

@@ -24,10 +24,10 @@ from model import EngineConfig, SamplingParams
 from model.control.request import Request
 from model.control.submission import Submission
 from model.engine import Engine, TwinEngine
+from model.engine_core import Output
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
 from model.load import loader
 from model.load.loader import load_model
-from model.output import Output
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import multiprocessing
+import re
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +19,7 @@ from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, S
 from model.compile import piecewise
 from model.engine import Engine
 from model.forward import warm_up
+from model.forward.cuda_graphs import CudaGraphs
 from model.forward.network import PagedNetwork
 from model.load.loader import with_draft, wrap_network
 from model.sample import sampler
@@ -91,6 +93,56 @@ def test_networks_with_recurrent_layers_give_the_tokens_of_generate_on_a_gpu(kin
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))
     assert [c.request.output_tokens for c in done] == dense
     assert engine.stats.num_hit_tokens > 0
+
+
+@functools.cache
+def clear_recurrent(kind):
+    """A network with recurrent layers on the GPU whose greedy choices are clear, and its tokens."""
+    for seed in range(1, 20):
+        model = build_network(make_config(kind, ""), seed)
+        model.network.to(backends.get_backend("triton").device)
+        dense = [greedy_and_margin(model, prompt, 16) for prompt in PROMPTS]
+        if min(margin for _, margin in dense) > 1e-3:
+            return model, [tokens for tokens, _ in dense]
+    raise AssertionError("no clear network in 20")
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("kind", ["Qwen3_5TextConfig", "FalconH1Config"])
+def test_steps_with_states_are_replayed_from_graphs(kind, compiles, monkeypatch):
+    model, dense = clear_recurrent(kind)
+    config = EngineConfig(
+        num_blocks=300, block_size=16, max_num_batched_tokens=40, max_num_seqs=6, compile=compiles
+    )
+    engine = Engine(model, backends.get_backend("triton"), config)
+    how = engine.prepare()
+    assert re.fullmatch(rf"{'compiled' if compiles else 'traced'}, \d graphs", how), how
+    replayed, replay = [], CudaGraphs.replay
+    monkeypatch.setattr(
+        CudaGraphs, "replay", lambda *given: replayed.append(given[2].rows) or replay(*given)
+    )
+    for _ in range(2):  # the second time the prompts are hits
+        replayed.clear()
+        done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
+        assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
+        assert len(replayed) >= 10  # all steps but those with prompts
+    replayed.clear()
+    with compilations() as seen:
+        three = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
+    assert [c.request.output_tokens for c in three] == dense
+    assert 4 in replayed  # with a row to spare
+    assert not seen
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+
+
+def test_states_that_the_backend_does_not_step_leave_a_network_without_graphs():
+    model, dense = clear_recurrent("JambaConfig")
+    config = EngineConfig(num_blocks=300, block_size=16, max_num_batched_tokens=40)
+    engine = Engine(model, backends.get_backend("triton"), config)
+    how = engine.prepare()
+    assert how.startswith("eager (") or "no graphs: the backend has no operation" in how
+    done = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
+    assert [c.request.output_tokens for c in done] == dense
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ import torch
 import kvcore
 from model import EngineConfig, SamplingParams
 from model.cli.step_table import Durations, step_table, summarize_steps
+from model.control.step import PHASES
 from model.engine import Engine
 from model.forward import ranges
 from model.forward.ranges import DeviceRanges
-from model.trace import PHASES, TRACE_BEGINS, StepRecorder, write_trace
+from model.trace import TRACE_BEGINS, StepRecorder, write_trace
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
 from tests.model.view.replay import Replay

@@ -31,9 +31,9 @@ import backends
 from model import EngineConfig, SamplingParams
 from model.cli.exits import leaves
 from model.engine import Engine, TwinEngine
+from model.engine_core import Output
 from model.forward import cuda_graphs, warm_up
 from model.load.loader import LoadedModel, load_model
-from model.output import Output
 from model.ranks import parallel
 from model.ranks.parallel import check_cut
 from model.ranks.ranks import Ranks, join_ranks

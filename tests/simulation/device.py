@@ -86,7 +86,7 @@ class Texts:
 class NoGrammars:
     """Stands where an engine keeps its grammars: none is ever used."""
 
-    is_used = False
+    texts = ()
 
     def take_overrun(self):
         """Requests that have used up their time."""

@@ -11,6 +11,7 @@ Nothing here reads the time, a `hash` or the order of a set, so a seed is one ru
 import asyncio
 import heapq
 from collections import deque
+from functools import partial
 from queue import Empty
 
 import greenlet
@@ -18,6 +19,12 @@ import greenlet
 
 class DeadlockError(BaseException):
     """Everything waits, and nothing will ever happen."""
+
+
+class Thread(greenlet.greenlet):
+    """A thread of a host. One whose host was killed never runs again."""
+
+    host = None
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
@@ -38,7 +45,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._selector = self  # `_run_once` calls `select`
         self._threads = []
         self._runnable = []
-        self._sleeping = []  # (when, number, thread)
+        self._sleeping = []  # (when, number, what is called then)
         self._number = 0
         self.set_exception_handler(self._note)
         self.lost_errors = []
@@ -77,12 +84,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 done = (future.set_result, result)
             self.call_soon_threadsafe(lambda: None if future.done() else done[0](done[1]))
 
-        self.start_thread(run)
+        self.start_thread(run, None)
         return future
 
     def call_soon_threadsafe(self, callback, *args, context=None):
         handle = super().call_soon_threadsafe(callback, *args, context=context)
-        if greenlet.getcurrent().parent is not None and self.draw.random() < 0.1:
+        if self.is_thread() and self.draw.random() < 0.1:
             self.pause()
         return handle
 
@@ -98,6 +105,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             if self._runnable:
                 self._run_one()
                 continue
+            if self._ready:
+                break
             next_s = self._sleeping[0][0] if self._sleeping else None
             if next_s is None or (deadline is not None and deadline <= next_s):
                 if deadline is None:
@@ -109,22 +118,27 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # Threads.
 
-    def start_thread(self, run):
-        """Run a function as a thread."""
+    def start_thread(self, run, host):
+        """Run a function as a thread of a host."""
         self._threads = [thread for thread in self._threads if not thread.dead]
-        self._threads.append(greenlet.greenlet(run, self._hub()))
-        self._runnable.append(self._threads[-1])
+        thread = Thread(run, self._hub())
+        thread.host = host
+        self._threads.append(thread)
+        self._runnable.append(thread)
 
     @property
     def num_threads(self):
-        """Threads that have not ended."""
-        return sum(not thread.dead for thread in self._threads)
+        """Threads that have not ended, but for those of hosts that were killed."""
+        return sum(not (thread.dead or _is_killed(thread)) for thread in self._threads)
+
+    def at(self, when, call):
+        """Call a function, which does not wait, at a time."""
+        self._number += 1
+        heapq.heappush(self._sleeping, (when, self._number, call))
 
     def sleep(self, seconds):
         """Of a thread: go on when time has passed."""
-        thread = greenlet.getcurrent()
-        self._number += 1
-        heapq.heappush(self._sleeping, (self.now + seconds, self._number, thread))
+        self.at(self.now + seconds, partial(self._runnable.append, greenlet.getcurrent()))
         self._hub().switch()
 
     def pause(self):
@@ -132,15 +146,25 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._runnable.append(greenlet.getcurrent())
         self._hub().switch()
 
-    def park(self, waiters):
-        """Of a thread: go on when somebody wakes it up."""
-        waiters.append(greenlet.getcurrent())
+    def park(self, waiters, until_s=None):
+        """Of a thread: go on when somebody wakes it up, or when it is time."""
+        entry = [greenlet.getcurrent()]
+        waiters.append(entry)
+        if until_s is not None:
+            self.at(until_s, partial(self.wake, [entry]))
         self._hub().switch()
 
     def wake(self, waiters):
         """Let all threads that are parked there run."""
-        self._runnable.extend(waiters)
+        for entry in waiters:
+            if entry:
+                self._runnable.append(entry.pop())
         waiters.clear()
+
+    @staticmethod
+    def is_thread():
+        """Whether a thread runs, not the loop."""
+        return greenlet.getcurrent().parent is not None
 
     def _hub(self):
         current = greenlet.getcurrent()
@@ -149,12 +173,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return current
 
     def _run_one(self):
-        thread = self._runnable.pop(self.draw.randrange(len(self._runnable)))
-        thread.switch()
+        runnable = self._runnable
+        thread = runnable.pop(self.draw.randrange(len(runnable)) if len(runnable) > 1 else 0)
+        if not _is_killed(thread):
+            thread.switch()
 
     def _wake_sleepers(self):
         while self._sleeping and self._sleeping[0][0] <= self.now:
-            self._runnable.append(heapq.heappop(self._sleeping)[2])
+            heapq.heappop(self._sleeping)[2]()
 
     def _kill(self, thread):
         """End a thread now, so that the collector does not do it at some other moment."""
@@ -166,11 +192,20 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.lost_errors.append(context)
 
 
+def _is_killed(thread):
+    return thread.host is not None and thread.host.is_killed
+
+
 class SimulatedHost:
-    """What `model.host.Host` gives, for one simulated process."""
+    """What `model.host.Host` gives, for one simulated process.
+
+    Attributes:
+        is_killed: whether the process was killed: none of its threads runs again.
+        offset_s: how far its clock of the day is wrong.
+    """
 
     def __init__(self, loop):
-        self.loop = loop
+        self.loop, self.is_killed, self.offset_s = loop, False, 0.0
 
     def now_s(self):
         return self.loop.now
@@ -180,7 +215,7 @@ class SimulatedHost:
 
     def start_thread(self, name, run):
         del name
-        self.loop.start_thread(run)
+        self.loop.start_thread(run, self)
 
     def queue(self):
         return SimulatedQueue(self.loop)
@@ -224,10 +259,7 @@ class SimulatedEvent:
     def wait(self, timeout=None):
         deadline = None if timeout is None else self._loop.now + timeout
         while not self._is_set:
-            if deadline is None:
-                self._loop.park(self._waiters)
-            elif self._loop.now < deadline:
-                self._loop.sleep(min(0.0005, deadline - self._loop.now))
-            else:
+            if deadline is not None and self._loop.now >= deadline:
                 return False
+            self._loop.park(self._waiters, deadline)
         return True

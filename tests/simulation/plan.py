@@ -29,6 +29,11 @@ class Features:
     priority_span: int
     speaks_http: bool
     num_ranks: int = 1
+    num_replicas: int = 1
+    policy: str = "prefix"
+    wakes: bool = True
+    replay_bytes: int = 1 << 20
+    network_faults: tuple[str, ...] = ()
 
     def groups(self):
         """The layer groups of its allocator."""
@@ -75,7 +80,7 @@ class Fault:
 
     Attributes:
         kind: "step": a step of the device fails; "logits": some are no numbers; "drain": the server
-            is asked to end.
+            is asked to end; those of several replicas are in `fleet.py`.
         at: the number of the step, or the time in seconds.
     """
 
@@ -95,6 +100,8 @@ class Plan:
     def replace(self, **changes):
         return dataclasses.replace(self, **changes)
 
+
+FLEET_FAULTS = ("kill", "restart", "leave", "resubscribe", "clock")
 
 _KINDS = (
     ("full",),
@@ -154,7 +161,9 @@ def draw_plan(seed, *, faulty=True):
 
 
 def _draw_features(draw):
-    kinds = draw.choice(_KINDS)
+    kinds, num_replicas = draw.choice(_KINDS), draw.choice((1, 1, 1, 2, 3))
+    if num_replicas > 1 and draw.random() < 0.6:
+        kinds = ("full",)
     block_size = draw.choice((1, 2, 4, 4, 8, 16))
     needed = 2 + len(kinds) * (2 + 120 // block_size) + 6
     return Features(
@@ -171,7 +180,12 @@ def _draw_features(draw):
         watermark=draw.choice((0.0, 0.01, 0.2)),
         priority_span=draw.choice((1, 4, 64)),
         speaks_http=draw.random() < 0.3,
-        num_ranks=draw.choice((1, 1, 1, 1, 2, 3)),
+        num_ranks=draw.choice((1, 1, 1, 1, 2, 3)) if num_replicas == 1 else 1,
+        num_replicas=num_replicas,
+        policy=draw.choice(("prefix", "prefix", "prefix", "round-robin", "power-of-two")),
+        wakes=draw.random() < 0.5,
+        replay_bytes=draw.choice((0, 2000, 1 << 20)),
+        network_faults=tuple(f for f in ("lose", "late", "repeat") if draw.random() < 0.4),
     )
 
 
@@ -181,7 +195,11 @@ def _draw_faults(draw, until_s, features):
         faults += [Fault("step", draw.randint(0, 60)) for _ in range(draw.randint(1, 3))]
     if draw.random() < 0.2:
         faults += [Fault("logits", draw.randint(0, 100)) for _ in range(draw.randint(1, 3))]
-    if draw.random() < 0.1:
+    if features.num_replicas > 1:
+        for kind in FLEET_FAULTS:
+            if draw.random() < 0.3:
+                faults.append(Fault(kind, draw.random() * (until_s + 0.05)))
+    elif draw.random() < 0.1:
         faults.append(Fault("drain", draw.random() * (until_s + 0.05)))
     return tuple(faults)
 

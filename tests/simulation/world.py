@@ -7,48 +7,26 @@ and nothing ever waits for what cannot come.
 """
 
 import asyncio
-import math
 from dataclasses import dataclass, field
 from random import Random
 
-from kvcore import InvariantError, KVCacheManager, Retention
-from kvcore.inspect.invariants import check
-from model.async_engine import (
-    AsyncEngine,
-    EngineFaultError,
-    EngineState,
-    NotServingError,
-    QueueFullError,
-)
-from model.control.config import SchedulerConfig
-from model.control.drafts import NgramDrafts
+from kvcore import Retention
+from model.async_engine import EngineFaultError, EngineState, NotServingError, QueueFullError
 from model.control.params import SamplingParams
 from model.control.request import FinishReason
-from model.control.scheduler import Scheduler
 from model.control.submission import Submission, salted
-from model.engine_core import EngineCore
 from model.errors import ModelError, NumericalError, RequestTooLongError
-from model.serve.app import create_app
-from model.serve.config import ServeConfig
-from model.twins import TwinCore
-from tests.simulation.device import (
-    VOCABULARY,
-    Device,
-    DeviceError,
-    NoGrammars,
-    Texts,
-    ViolationError,
-    answer,
-    make_kv,
-)
+from tests.simulation.device import Texts, ViolationError, answer
+from tests.simulation.fleet import Fleet
 from tests.simulation.http import RefusedError, complete
 from tests.simulation.loop import DeadlockError, SimulatedHost, SimulatedLoop
-from tests.simulation.ranks import make_groups
+from tests.simulation.plan import FLEET_FAULTS
+from tests.simulation.replica import PATIENCE_S, Replica
 
-_CHECK_CHANCE = 0.03
-_MOST_ABSENT = 25  # steps, until what a client has left must be gone
-_PATIENCE_S = 0.02  # likewise
 _RETENTION = Retention(0, 8, 1, 5)
+_RETRIES = 4
+_PAUSE_S = 0.005  # before a request is sent again
+_LOST = "the replica was lost"
 _ERRORS = {  # of the engine, by the status of an answer; None: the answer had begun
     429: {QueueFullError},
     503: {NotServingError},
@@ -56,41 +34,6 @@ _ERRORS = {  # of the engine, by the status of an answer; None: the answer had b
     500: {EngineFaultError, NumericalError},
     None: {NotServingError, EngineFaultError, NumericalError},
 }
-
-
-@dataclass
-class Faults:
-    """What goes wrong in the device: at which of its steps and draws."""
-
-    steps: frozenset = frozenset()
-    logits: frozenset = frozenset()
-    num_steps: int = 0
-    num_draws: int = 0
-
-    def step_fails(self):
-        self.num_steps += 1
-        return self.num_steps - 1 in self.steps
-
-    def logits_fail(self):
-        self.num_draws += 1
-        return self.num_draws - 1 in self.logits
-
-
-class Checked:
-    """A mixin before the class of an engine: checks the run after each step."""
-
-    run = None
-
-    def step(self):
-        """As the engine's; an error that nobody has injected breaks a rule."""
-        try:
-            outputs = super().step()
-        except DeviceError:
-            raise
-        except Exception as error:
-            raise ViolationError(f"a step fails: {type(error).__name__}: {error}") from error
-        self.run.stepped()
-        return outputs
 
 
 @dataclass
@@ -121,9 +64,11 @@ class Heard:
         self._name = f"client {ask.number}"
         self._tokens = [[] for _ in range(ask.num_samples)]
         self._texts, self._reasons = [""] * ask.num_samples, [None] * ask.num_samples
+        self.has_begun = False
 
     def add(self, number, text, reason, tokens=()):
         """A piece of a sample has come; over HTTP without its tokens."""
+        self.has_begun = True
         if self._reasons[number] is not None:
             raise ViolationError(f"{self._name}: told twice that sample {number} has ended")
         self._tokens[number] += [token.token_id for token in tokens]
@@ -166,10 +111,9 @@ class Run:
         self.plan = plan
         self.bug = bug or {}
         self.outcome = Outcome()
-        self._absent = {}  # requests that no client reads: for how many steps
-        self._present = {}  # by client: how many samples it wants, and until when
         self.loop = SimulatedLoop(Random(plan.seed + 2))
-        self._checks = Random(plan.seed + 3)
+        self.host = SimulatedHost(self.loop)
+        self.replicas, self.fleet, self.drained = [], None, None
 
     def __call__(self):
         """Run to the end; what came of it."""
@@ -180,7 +124,8 @@ class Run:
             outcome.violation = f"{type(error).__name__}: {error}"
         if loop.lost_errors and outcome.violation is None:
             outcome.violation = f"an error that nobody handles: {loop.lost_errors[0]}"
-        outcome.num_tokens = sum(device.num_computed for device in self.devices)
+        for replica in self.replicas:
+            outcome.num_tokens += sum(device.num_computed for device in replica.devices)
         outcome.seconds = loop.now
         loop.close()
         return outcome
@@ -189,85 +134,24 @@ class Run:
         """Add a line to the story."""
         self.outcome.story.append(f"{self.loop.now * 1000:9.3f} ms  {line}")
 
-    def stepped(self):
-        """A step is over."""
-        engine, now = self.engine, self.loop.now
-        wanted = sum(count for count, until_s in self._present.values() if now < until_s)
-        left = [r for r in self.core.unfinished if r.request_id not in engine._open]
-        if engine.num_open > wanted:
-            raise ViolationError(f"{engine.num_open} requests are open, clients want {wanted}")
-        self._absent = {request: self._absent.get(request, 0) + 1 for request in left}
-        if max(self._absent.values(), default=0) > _MOST_ABSENT:
-            raise ViolationError(f"computed for nobody: {left}")
-        limit = self.core.max_num_seqs + self.plan.features.max_waiting
-        if engine.num_open > limit:
-            raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
-        if self._checks.random() < _CHECK_CHANCE:
-            self._check_pools()
-            for kv in self.pools:
-                kv.events.take()
-
-    def _check_pools(self):
-        for kv in self.pools:
-            try:
-                check(kv)
-            except InvariantError as error:
-                raise ViolationError(f"the pool: {error}") from error
-
-    def _make(self):
-        features = self.plan.features
-        host = SimulatedHost(self.loop)
-        groups = make_groups(host, features.num_ranks)
-        self.pools, self.devices, cores = [], [], []
-        for group in groups:
-            core = self._core(host, group if len(groups) > 1 else None)
-            core.run = self
-            cores.append(core)
-        self.core = cores[0]
-        for follower in cores[1:]:
-            host.start_thread("rank", follower.follow)
-        front = self.bug.get("front", AsyncEngine)
-        self.engine = front(self.core, max_waiting=features.max_waiting, host=host)
-        if features.speaks_http:
-            self.app = create_app(self.engine, ServeConfig(), has_page=False)
-
-    def _core(self, host, group):
-        """The engine of a rank; of the only one if there is no group."""
-        features = self.plan.features
-        of = {
-            kind: frozenset(int(f.at) for f in self.plan.faults if f.kind == kind)
-            for kind in ("step", "logits")
-        }
-        kv = make_kv(features, self.bug.get("kv", KVCacheManager))
-        is_async = features.is_async and not features.drafts
-        device = Device(host, kv, Faults(of["step"], of["logits"]), is_async=is_async)
-        self.pools.append(kv)
-        self.devices.append(device)
-        config = SchedulerConfig(
-            max_num_batched_tokens=features.max_num_batched_tokens,
-            max_num_seqs=features.max_num_seqs,
-            watermark=features.watermark,
-            priority_span=features.priority_span,
-            num_host_blocks=features.num_host_blocks,
-            draft_tokens=3,
-        )
-        plans = self.bug.get("scheduler", Scheduler)(
-            kv, config, NgramDrafts() if features.drafts else None
-        )
-        made = Texts(), kv, plans, device, NoGrammars(), VOCABULARY
-        if group is None:
-            return type("Core", (Checked, self.bug.get("core", EngineCore)), {})(*made)
-        twin = type("Twin", (Checked, self.bug.get("twin", TwinCore), EngineCore), {})
-        return twin(*made, ranks=group, is_checked=True)
-
     async def _main(self):
-        self._make()
-        self.engine.start()
-        await self.engine.ready()
-        self.drained = None
+        faults = self.plan.faults
+        if self.plan.features.num_replicas > 1:
+            self.fleet = Fleet(self)
+            self.replicas = self.fleet.all
+            await self.fleet.start()
+        else:
+            self.replicas.append(Replica(self, "the server"))
+            self.replicas[0].engine.start()
+            await self.replicas[0].engine.ready()
         tasks = [asyncio.create_task(self._client(ask)) for ask in self.plan.asks]
-        for fault in self.plan.faults:
-            if fault.kind == "drain":
+        failing = [
+            asyncio.create_task(self.fleet.fail(fault))
+            for fault in faults
+            if self.fleet is not None and fault.kind in FLEET_FAULTS
+        ]
+        for fault in faults:
+            if fault.kind == "drain" and self.fleet is None:
                 self.drained = asyncio.create_task(self._drain(fault.at))
         if tasks:
             await asyncio.wait(tasks, timeout=self._allowed_s())
@@ -275,20 +159,22 @@ class Run:
             if not task.done():
                 raise ViolationError(f"a request never ends: {task.get_name()}")
             task.result()
-        if self.drained is not None:
-            await self.drained
+        for task in (*failing, *([] if self.drained is None else [self.drained])):
+            await task
         await self._settle()
 
     def _allowed_s(self):
         """Time in which everything ends: all of it one after another, several times over."""
         tokens = sum((len(a.prompt) + a.max_tokens) * a.num_samples for a in self.plan.asks)
         pauses = sum(a.pause_s * a.max_tokens * a.num_samples for a in self.plan.asks)
-        return 1.0 + self.plan.asks[-1].at_s + pauses + 0.01 * tokens if self.plan.asks else 1.0
+        again = 1 if self.fleet is None else _RETRIES
+        allowed_s = 1.0 + pauses + 0.01 * tokens
+        return again * allowed_s + (self.plan.asks[-1].at_s if self.plan.asks else 0.0)
 
     async def _drain(self, at_s):
         await asyncio.sleep(at_s)
         self.tell("the server drains")
-        await self.engine.drain(0.02)
+        await self.replicas[0].engine.drain(0.02)
 
     async def _client(self, ask):
         await asyncio.sleep(ask.at_s)
@@ -297,21 +183,57 @@ class Run:
             f"client {ask.number} asks: {len(ask.prompt)} tokens, up to {ask.max_tokens}"
             + (f", {ask.num_samples} samples" if ask.num_samples > 1 else "")
         )
-        ways = self._ask_server if self.plan.features.speaks_http else self._ask
-        self._present[ask.number] = ask.num_samples, math.inf
-        work = asyncio.ensure_future(ways(ask))
+        work = asyncio.ensure_future(self._send(ask))
         if ask.leaves_s is not None:
             _, left = await asyncio.wait([work], timeout=ask.leaves_s)
             if left:
                 self.tell(f"client {ask.number} leaves")
                 work.cancel()
-                self._present[ask.number] = ask.num_samples, self.loop.now + _PATIENCE_S
+                for replica in self.replicas:
+                    replica.expect(ask, self.loop.now + PATIENCE_S)
         try:
             how = await work
         except asyncio.CancelledError:
             how = "left"
         self.tell(f"client {ask.number}: {how}")
-        self._present[ask.number] = ask.num_samples, self.loop.now + _PATIENCE_S
+
+    async def _send(self, ask):
+        """Send a request, again where its replica is lost or takes none; how it ended."""
+        if self.fleet is None:
+            return await self._attempt(ask, self.replicas[0], Heard(ask))
+        how = "no replica"
+        for _ in range(_RETRIES):
+            replica, ticket = self.fleet.choose(ask)
+            if replica is not None:
+                heard = Heard(ask)
+                try:
+                    how = await self._attempt(ask, replica, heard, ticket.has_begun)
+                finally:
+                    self.fleet.end(ticket)
+                if heard.has_begun or how not in (_LOST, "503", "NotServingError"):
+                    return how
+                self.tell(f"client {ask.number}: {how}, it asks again")
+            await asyncio.sleep(_PAUSE_S)
+        return how
+
+    async def _attempt(self, ask, replica, heard, begun=None):
+        """Ask one replica; how it ended."""
+        if replica.host.is_killed:
+            return _LOST
+        replica.expect(ask)
+        ways = self._ask_server if replica.app is not None else self._ask
+        work = asyncio.ensure_future(ways(ask, replica, heard, begun))
+        replica.attempts.add(work)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling() or not replica.host.is_killed:
+                work.cancel()
+                raise
+            return _LOST
+        finally:
+            replica.attempts.discard(work)
+            replica.expect(ask, self.loop.now + PATIENCE_S)
 
     def _submission(self, ask):
         params = SamplingParams(
@@ -326,12 +248,14 @@ class Run:
             retain=[_RETENTION] if ask.retains else [],
         )
 
-    async def _ask(self, ask):
+    async def _ask(self, ask, replica, heard, begun):
         """Ask the engine directly; how it ended."""
-        submission, heard = self._submission(ask), Heard(ask)
+        submission = self._submission(ask)
         try:
-            async with await self.engine.submit(submission) as stream:
+            async with await replica.engine.submit(submission) as stream:
                 async for delta in _deltas(stream, ask):
+                    if begun is not None:
+                        begun()
                     heard.add(delta.sample, delta.text, delta.finish_reason, delta.tokens)
         except ModelError as error:
             if type(error) not in self._explained(ask):
@@ -341,21 +265,22 @@ class Run:
             heard.check(submission)
         return heard.ended()
 
-    async def _ask_server(self, ask):
+    async def _ask_server(self, ask, replica, heard, begun):
         """Ask over HTTP; how it ended."""
         body = {
             "prompt": list(ask.prompt), "max_tokens": ask.max_tokens, "n": ask.num_samples,
             "priority": ask.priority, "cache_salt": ask.salt or None, "stop": list(ask.stop),
             "ignore_eos": ask.ignores_eos, "stream": ask.streams, "temperature": 0,
         }  # fmt: skip
-        heard = Heard(ask)
         try:
-            async for number, text, reason in complete(self.app, body, ask.pause_s):
+            async for number, text, reason in complete(replica.app, body, ask.pause_s):
+                if begun is not None:
+                    begun()
                 heard.add(number, text, reason and FinishReason(reason))
         except RefusedError as refused:
             if self._explained(ask).isdisjoint(_ERRORS[refused.status]):
                 raise ViolationError(f"client {ask.number}: refused: {refused}") from refused
-            return str(refused)
+            return str(refused.status)
         finally:
             heard.check(self._submission(ask))
         return heard.ended()
@@ -363,8 +288,9 @@ class Run:
     def _explained(self, ask):
         """The errors for which a client finds a reason in the plan."""
         faults = {fault.kind for fault in self.plan.faults}
+        ends = {"drain", "step", "kill", "restart", "leave"}
         reasons = {
-            NotServingError: faults & {"drain", "step"},
+            NotServingError: faults & ends,
             QueueFullError: self.plan.features.max_waiting < 1000,
             RequestTooLongError: self._is_too_long(ask),
             EngineFaultError: "step" in faults,
@@ -373,18 +299,19 @@ class Run:
         return {error for error, reason in reasons.items() if reason}
 
     def _is_too_long(self, ask):
-        return len(ask.prompt) + ask.max_tokens > self.core.max_model_len
+        return len(ask.prompt) + ask.max_tokens > self.replicas[0].core.max_model_len
 
     async def _settle(self):
         """Everything is over: what is left?"""
-        is_over = self.drained is not None or self.engine.health.state is EngineState.STOPPED
-        if not is_over:
-            await self._idle()
-        if self.engine.health.state is EngineState.RECOVERING:
-            raise ViolationError("the engine computes, and takes no requests")
-        self._check_pools()
-        await self.engine.stop()
-        self._check_empty(self.core.kv)  # other ranks are told of the last ends with the next step
+        if self.drained is None:
+            for replica in self.replicas:
+                if not replica.is_over and replica.engine.health.state is not EngineState.STOPPED:
+                    await self._idle(replica)
+        if self.fleet is not None:
+            await self.fleet.settle()
+        for replica in self.replicas:
+            if not replica.host.is_killed:
+                await replica.settle(self._idle)
         await asyncio.sleep(0.001)  # the thread says so just before its end
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
@@ -392,27 +319,13 @@ class Run:
         if self.loop.num_threads:
             raise ViolationError(f"{self.loop.num_threads} threads are left")
 
-    async def _idle(self):
-        """Nobody asks any more: the engine ends what is there, and keeps nothing of it."""
-        while self.core.has_unfinished or self.engine.num_open:
+    async def _idle(self, replica):
+        """Nobody asks any more: the engine ends what is there."""
+        until_s = self.loop.now + 2 * self._allowed_s()
+        while replica.core.has_unfinished or replica.engine.num_open:
             await asyncio.sleep(0.001)
-            if self.loop.now > 2 * self._allowed_s():
+            if self.loop.now > until_s:
                 raise ViolationError("the engine goes on although every client has gone")
-        await self.engine.call(lambda engine: None)
-        self._check_empty(self.core.kv)
-        for name, what in [
-            ("streams of the engine", self.core._streams),
-            ("texts of the device", self.devices[0]._texts),
-            ("open samples", self.engine._open),
-            ("held samples", self.engine._held),
-        ]:
-            if what:
-                raise ViolationError(f"{name} are left: {what}")
-
-    def _check_empty(self, kv):
-        left = kv.num_usable_blocks - kv.num_free_blocks
-        if left:
-            raise ViolationError(f"{left} blocks are held by requests that have ended")
 
 
 async def _deltas(stream, ask):

@@ -22,10 +22,9 @@ from torch import Tensor
 from backends.checks import check_linear_attention
 from backends.contract import Backend
 from backends.numba_cpu.bits import TAGS, Tag, at, exact, narrow, span, widen
-from backends.numba_cpu.plans import Plans, sign
+from backends.numba_cpu.launch import Plans, Workers, sign
 from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked
 from backends.numba_cpu.tiles import Floats
-from backends.numba_cpu.workers import Workers
 from backends.states import NORM_EPSILON, LinearAttentionTerms, LinearRows, StateBatch
 
 GRAIN = 1 << 15  # elements of states a thread: fewer cost more to hand out than to compute
@@ -212,7 +211,7 @@ def linear_attention_step(
     a, bias = (None, None) if gate is None else (gate.a, gate.bias)
     tensors = (*rows, out, a, bias, terms.skip)
     signature = (sign(*tensors, state, *indices), terms.delta_rule, terms.l2norm)
-    plan = plans.find(signature)
+    plan = plans.get(signature)
     if plan is None:
         check_linear_attention(backend, rows, state, batch, terms, out)
     if out is None:

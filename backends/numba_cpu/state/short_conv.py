@@ -21,10 +21,9 @@ from torch import Tensor
 from backends.checks import check_short_conv
 from backends.contract import Backend
 from backends.numba_cpu.bits import LOG2E, TAGS, Tag, at, exact, exp2, narrow, span, widen
-from backends.numba_cpu.plans import Plans, sign
+from backends.numba_cpu.launch import Plans, Workers, sign
 from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked
 from backends.numba_cpu.tiles import Floats
-from backends.numba_cpu.workers import Workers
 from backends.states import ShortConvTerms, StateBatch
 
 TILE = 256  # channels
@@ -130,7 +129,7 @@ def short_conv_step(
     """
     weight, bias = terms.weight, terms.bias
     signature = sign(x, weight, bias, state, out, batch.read_slots, batch.write_slots)
-    if plans.find(signature) is None:
+    if plans.get(signature) is None:
         check_short_conv(backend, x, state, batch, terms, out)
         plans.keep(signature, plan=True)
     if out is None:

@@ -1,7 +1,11 @@
 """Recurrent layers of Transformers' models, with each sequence's state in kvcore's blocks.
 
-Serves the runner and the adapter for continuous batching. Needs torch and Transformers.
+Serves the runner and the adapter for continuous batching. Needs torch and Transformers, and for
+what computes with a backend's operations (`BackendOperations`, `use_pytorch`) `backends`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from kvcore.adapters.recurrent.passes import (
     HeldStates,
@@ -28,7 +32,11 @@ from kvcore.adapters.recurrent.states import (
     state_views,
 )
 
+if TYPE_CHECKING:
+    from kvcore.adapters.recurrent.state_functions import BackendOperations, use_pytorch
+
 __all__ = [
+    "BackendOperations",
     "HeldStates",
     "Operations",
     "Recurrence",
@@ -51,4 +59,14 @@ __all__ = [
     "state_places",
     "state_views",
     "undivide",
+    "use_pytorch",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs `backends` when it is asked for."""
+    if name in {"BackendOperations", "use_pytorch"}:
+        home = import_module(f"{__name__}.state_functions")
+        found: object = getattr(home, name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -229,8 +229,21 @@ class HeldStates(ReportedLength):
         return False
 
 
-_Rows = Tensor | slice
-"""Rows of a step: int64 [num_seqs, tokens of each], or those of one sequence."""
+class _Span(NamedTuple):
+    """Rows of a step that lie side by side."""
+
+    start: int
+    num_seqs: int
+    num_tokens: int  # of each sequence
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.num_seqs * self.num_tokens)
+
+
+_Rows = Tensor | _Span
+"""Rows of a step: int64 [num_seqs, tokens of each], or a span. A span needs no tensor of indices,
+so that a CUDA graph can be captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,15 +261,18 @@ class _Calls:
     num_tokens: int
     read: Tensor | None
     write: Tensor | None
-    _batches: dict[int, object] = field(default_factory=dict)
+    _batches: list[object] = field(default_factory=list)  # of each piece
 
     def slots(self, operations: Operations, tensor: StateTensor) -> object:
-        """The states in a tensor, for a single call. O(sequences) for the first of a piece."""
-        if self.read is not None and tensor.piece not in self._batches:
-            nowhere = torch.full_like(self.read, -1)
-            sides = (self.read, nowhere if self.write is None else self.write)
-            reads, writes = (side[:, tensor.piece].int() for side in sides)
-            self._batches[tensor.piece] = operations.batch(reads, writes, self.num_tokens)
+        """The states in a tensor, for a single call. O(sequences * pieces) for the first one."""
+        if self.read is not None and not self._batches:
+            shape = self.read.shape[::-1]
+            sides = self.read.new_full((2, *shape), -1, dtype=torch.int32)
+            sides[0].copy_(self.read.t())
+            if self.write is not None:
+                sides[1].copy_(self.write.t())
+            for reads, writes in zip(*sides, strict=True):
+                self._batches.append(operations.batch(reads, writes, self.num_tokens))
         return operations.slots(tensor.blocks, self._batches[tensor.piece])
 
 
@@ -272,6 +288,11 @@ class RecurrentPass(ReportedLength):
         token_by_token: a module cannot compute several tokens from a state in one call.
         length: what layers that ask for the number of tokens before the pass are told.
         packed: names of arguments that describe the packed rows; modules with a state get None.
+
+    Attributes:
+        outputs: of each call of a module with a state, the module and its output; None: not kept.
+        mark: is called in place of such a module, with its wrapped forward and arguments; None:
+            the module runs.
     """
 
     def __init__(
@@ -291,6 +312,8 @@ class RecurrentPass(ReportedLength):
         self.num_rows = sum([run.num_known + run.num_drafts for run in step.runs])
         self.batches = _batches(step, token_by_token=token_by_token)
         self.outputs: list[tuple[nn.Module, Any]] | None = None
+        self.mark: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None
+        self.mark = None
 
     @classmethod
     def of_fresh(cls, lengths: Iterable[int], length: int | Tensor = 0) -> "RecurrentPass":
@@ -316,7 +339,10 @@ def _batches(step: StateStep, *, token_by_token: bool) -> list[list[_Calls]]:
     device, found = step.read.device, []
     for (num_known, num_drafts, has_state), numbers in alike.items():
         starts = [step.runs[number].start for number in numbers]
-        own = torch.tensor(numbers, device=device)
+        first, last = numbers[0], numbers[-1]
+        own: slice | Tensor = slice(first, last + 1)
+        if len(numbers) <= last - first:
+            own = torch.tensor(numbers, device=device)
         read = step.read[own] if has_state else None
         write = None if step.write is None else step.write[own]
         known = _rows(starts, num_known, device, one_by_one=token_by_token and has_state)
@@ -339,8 +365,8 @@ def _rows(
             for offset in range(count)
             for rows in _rows([s + offset for s in starts], 1, device, one_by_one=False)
         ]
-    if len(starts) == 1:
-        return [slice(starts[0], starts[0] + count)]
+    if starts == [starts[0] + count * number for number in range(len(starts))]:
+        return [_Span(starts[0], len(starts), count)]
     first = torch.tensor(starts, device=device)
     return [first[:, None] + torch.arange(count, device=device)]
 
@@ -374,6 +400,8 @@ class _Divided:
         passing = next((value for value in given if isinstance(value, RecurrentPass)), None)
         if passing is None:
             return self._forward(*args, **kwargs)
+        if passing.mark is not None:
+            return passing.mark(self, args, kwargs)
         kwargs = {n: None if n in passing.packed else value for n, value in kwargs.items()}
         parts: list[tuple[_Rows, Any]] = []
         for batch in passing.batches:
@@ -395,7 +423,9 @@ class _Divided:
     ) -> Callable[..., Any]:
         """Choose which states the cache gives as slots, and the forward that takes them."""
         cache.kinds, step = frozenset(), self.stepping
-        if step is None or operations is None or calls.read is None or calls.num_tokens > _FEW:
+        if step is None or operations is None or calls.read is None:
+            return self._forward
+        if calls.num_tokens > _FEW or len(calls.rows) > 1:
             return self._forward
         cache.kinds = step.single if calls.num_tokens == 1 else step.several
         cache.slots_in = partial(calls.slots, operations)
@@ -407,7 +437,9 @@ def _picked(value: Any, rows: _Rows, num_rows: int, cache: HeldStates) -> Any:  
     if isinstance(value, Tensor):
         if value.shape[:2] != (1, num_rows):
             return value
-        return value[:, rows] if isinstance(rows, slice) else value[0][rows]
+        if isinstance(rows, Tensor):
+            return value[0][rows]
+        return value[0, rows.rows].reshape(*rows[1:], *value.shape[2:])
     if isinstance(value, RecurrentPass):
         return cache
     if type(value) in (tuple, list):
@@ -426,14 +458,17 @@ def _joined(parts: Sequence[tuple[_Rows, Any]], num_rows: int) -> Any:  # noqa: 
         return tuple(_joined([*zip(every, one, strict=True)], num_rows) for one in columns)
     if not isinstance(first, Tensor):
         return first
-    sizes = [
-        (1, rows.stop - rows.start) if isinstance(rows, slice) else rows.shape for rows, _ in parts
-    ]
+    sizes = [rows.shape if isinstance(rows, Tensor) else rows[1:] for rows, _ in parts]
     if any(part.shape[:2] != size for (_, part), size in zip(parts, sizes, strict=True)):
         return first  # a state, say; no layer takes it from here
+    if len(parts) == 1 and not isinstance(parts[0][0], Tensor):
+        return first.reshape(1, num_rows, *first.shape[2:])
     out = first.new_empty((1, num_rows, *first.shape[2:]))
     for rows, part in parts:
-        out[0, rows] = part[0] if isinstance(rows, slice) else part
+        if isinstance(rows, Tensor):
+            out[0, rows] = part
+        else:
+            out[0, rows.rows] = part.flatten(0, 1)
     return out
 
 
@@ -460,16 +495,18 @@ def undivide(network: nn.Module) -> None:
             divided.leave()
 
 
-def transposed_kinds(module: nn.Module) -> frozenset[str]:
-    """Kinds of a divided module's states whose last two dimensions lie exchanged. O(1)."""
-    step = module.forward.stepping if isinstance(module.forward, _Divided) else None
-    return frozenset() if step is None else step.transposed
+def stepping_of(module: nn.Module) -> Stepping | None:
+    """The forward of a divided module that steps states where they lie; None: it has none. O(1)."""
+    return module.forward.stepping if isinstance(module.forward, _Divided) else None
 
 
 def cache_argument(network: nn.Module) -> str:
-    """What a network calls the cache of a pass. O(1)."""
+    """The name of a network's argument for the cache of a pass. O(1).
+
+    It is `cache` since Transformers 5.24; before it was `cache_params` or `past_key_values`.
+    """
     known = inspect.signature(network.forward).parameters
-    return "cache_params" if "cache_params" in known else "past_key_values"
+    return next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
 
 
 def is_divided(network: nn.Module) -> bool:

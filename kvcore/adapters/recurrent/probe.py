@@ -24,7 +24,7 @@ from kvcore.adapters.recurrent.passes import (
     StateStep,
     cache_argument,
     divide,
-    transposed_kinds,
+    stepping_of,
 )
 from kvcore.adapters.recurrent.states import StateShape, StateTensors, aligned, state_views
 
@@ -42,6 +42,8 @@ class Recurrence:
             cache of our own.
         token_by_token: where a sequence is continued, modules get one token a call.
         operations: step the states where they can; None: modules do.
+        takes_slots: whether they step all states of a pass with one token of each sequence. Then
+            it copies no state, and the host decides nothing in it that depends on the sequences.
         attending: by the index of a layer that attends, the shapes of a token's key and value,
             both [num_kv_heads, head_dim].
         error: why the network did not run; None: it has run.
@@ -50,6 +52,7 @@ class Recurrence:
     shapes: tuple[StateShape, ...] = ()
     token_by_token: bool = False
     operations: Operations | None = None
+    takes_slots: bool = False
     attending: Mapping[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
     error: Exception | None = None
 
@@ -110,16 +113,14 @@ def find_states(
                 f"{type(module).__name__} does both"
             )
     divide(modules, operations)
-    shapes = [
-        StateShape(
-            key,
-            tuple(state.shape[1:]),
-            state.dtype,
-            is_transposed=state.dim() > 2 and key.kind in transposed_kinds(spy.modules[key]),
-        )
-        for key, state in sorted(spy.cache.held.items())
-    ]
-    return Recurrence(tuple(shapes), attending=spy.layers)
+    shapes, left = [], []
+    for key, state in sorted(spy.cache.held.items()):
+        step = stepping_of(spy.modules[key])
+        is_transposed = step is not None and state.dim() > 2 and key.kind in step.transposed
+        shapes.append(StateShape(key, tuple(state.shape[1:]), state.dtype, is_transposed))
+        if step is None or key.kind not in step.single:
+            left.append(key)
+    return Recurrence(tuple(shapes), takes_slots=not left, attending=spy.layers)
 
 
 def probe_recurrence(
@@ -147,7 +148,7 @@ def probe_recurrence(
     found = replace(found, token_by_token=True)
     module = _failing(network, device, found)
     if module is None:
-        return found
+        return _with_operations(network, device, found, operations)
     raise refusal(
         f"{type(network).__name__}: wanted layers that can continue from a state, "
         f"{type(module).__name__} gives other results for a text in pieces"
@@ -161,13 +162,14 @@ def _with_operations(
     operations: Operations | None,
 ) -> Recurrence:
     """The same with operations on states, if they give the network's results."""
+    without = replace(found, takes_slots=False)
     if operations is None:
-        return found
+        return without
     stepped = replace(found, operations=operations)
     try:
-        return stepped if _failing(network, device, stepped) is None else found
+        return stepped if _failing(network, device, stepped) is None else without
     except Exception:  # noqa: BLE001  # of a class of Transformers, or an operation that does not fit
-        return found
+        return without
 
 
 class _Apart:

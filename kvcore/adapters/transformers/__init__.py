@@ -10,7 +10,7 @@ import transformers
 
 import kvcore
 
-SUPPORTED = ("5.23", "5.24")
+SUPPORTED = ("5.23",)
 
 
 class UnsupportedVersionError(kvcore.KVCoreError, ImportError):

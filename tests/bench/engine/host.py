@@ -14,8 +14,8 @@ import kvcore
 from model.cli.start import start
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
+from model.control.step import FORWARD, PHASES
 from model.engine import Engine
-from model.trace import FORWARD, PHASES
 from tests.bench.allocator.ours import OurCache, begin_ahead, step_ahead
 from tests.bench.engine.networks import loader
 from tests.bench.measure import Row, spread

@@ -12,6 +12,7 @@ from model.ranks.parallel import Sums, shard_network
 
 def _qwen3(vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim, *, tied):
     return {
+        "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": vocab_size,
         "hidden_size": hidden,
@@ -29,9 +30,38 @@ def _qwen3(vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim, 
     }
 
 
+def _qwen3_5(vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim, *, full_every):
+    return {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "layer_types": [
+            "linear_attention" if (layer + 1) % full_every else "full_attention"
+            for layer in range(layers)
+        ],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 262_144,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
 CONFIGS = {
     "nothing": _qwen3(256, 16, 16, 1, 1, 1, 16, tied=True),  # what is left is the host's work
     "qwen3-0.6b": _qwen3(151_936, 1024, 3072, 28, 16, 8, 128, tied=True),
+    "tiny-qwen3.5": _qwen3_5(256, 64, 64, 2, 2, 2, 32, full_every=2)
+    | {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
+    | {f"linear_{part}_head_dim": 16 for part in ("key", "value")},
+    "tiny-qwen3.5-attending": _qwen3(256, 64, 64, 2, 2, 2, 32, tied=True),
+    "qwen3.5-4b": _qwen3_5(248_320, 2560, 9216, 32, 16, 4, 256, full_every=4),
+    # Attention alone, with 3 % fewer weights.
+    "qwen3.5-4b-attending": _qwen3(248_320, 2560, 9216, 32, 24, 4, 256, tied=True),
     "qwen3-8b": _qwen3(151_936, 4096, 12_288, 36, 32, 8, 128, tied=False),
 }
 
@@ -54,7 +84,7 @@ class Wordless:
 
 def config_of(name):
     """The configuration of a name of `CONFIGS`, a folder or an id."""
-    return AutoConfig.for_model("qwen3", **CONFIGS[name]) if name in CONFIGS else load_config(name)
+    return AutoConfig.for_model(**CONFIGS[name]) if name in CONFIGS else load_config(name)
 
 
 def load(name, device, dtype, ranks=None, *, dummy_weights):

@@ -12,6 +12,7 @@ HEADINGS = {
     "prefill": "Attention with Q of N x L: Q queries for each of N sequences of L tokens.",
     "batch": "Attention of steps whose sequences differ.",
     "movement": "Keys and values are stored, blocks copied, slots computed.",
+    "states": "Recurrent states, one token of each of 64 sequences; chunks of one prompt.",
     "host": "What a call costs the host: arguments checked, kernels launched, nothing waited for.",
     "ceilings": "What this device can do: read 1 GiB, copy it, multiply matrices of 8192 x 8192.",
 }
@@ -19,6 +20,7 @@ _KINDS = {
     "decode": "decode",
     "prefill": "prefill",
     "host:": "host",
+    "state": "states",
     "read": "ceilings",
     "copy": "ceilings",
     "matmul": "ceilings",
@@ -27,6 +29,7 @@ _KINDS = {
 
 def add_flags(parser):
     parser.add_argument("--backend", default="auto", help="auto, numba, triton or a plug-in's name")
+    parser.add_argument("--only-states", action="store_true", help="of a GPU")
 
 
 def rows(options):
@@ -36,7 +39,11 @@ def rows(options):
         raise BenchError(str(error)) from error
     is_cpu = backend.device.type == "cpu"
     device = f"{torch.get_num_threads()} threads" if is_cpu else torch.cuda.get_device_name()
-    for one in (bench_cpu if is_cpu else bench_gpu)(backend, quick=options.quick):
+    if is_cpu:
+        found = bench_cpu(backend, quick=options.quick)
+    else:
+        found = bench_gpu(backend, quick=options.quick, only_states=options.only_states)
+    for one in found:
         first = one.case.split()[0]
         is_move = first.startswith(("store_kv", "copy_blocks", "compute_slot"))
         yield Row(

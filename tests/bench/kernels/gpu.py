@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from backends.contract import AttentionTerms, Backend, Capabilities, KVCache, PagedBatch
-from tests.bench.kernels import host, moves, prefill
+from backends.states import StateBackend
+from tests.bench.kernels import host, moves, prefill, states
 from tests.bench.kernels.cases import DecodeCase, Row, ragged
 from tests.bench.kernels.graphs import against, buffer_sets, time_graph
 
@@ -96,12 +97,16 @@ def decode_cases(can: Capabilities) -> tuple[DecodeCase, ...]:
     return (*plain, *quantised, *_SHARED, *latents)
 
 
-def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
-    """Decode, prefill and stores on the GPU beside the ceilings; quick: the small cases."""
+def bench_gpu(backend: Backend, *, quick: bool, only_states: bool = False) -> list[Row]:
+    """Decode, prefill, stores and states on the GPU beside the ceilings; quick: the small cases."""
     device = backend.device
-    ceilings = _ceilings(device)
-    speed = {row.case: row.gb_per_s or row.tflop_per_s for row in ceilings}
-    rows = list(ceilings)
+    found = ceilings(device)
+    speed = {row.case: row.gb_per_s or row.tflop_per_s for row in found}
+    rows = list(found)
+    if isinstance(backend, StateBackend):
+        rows += states.bench_states(backend, speed[COPY], COPY, quick=quick)
+    if only_states:
+        return rows
     for case in _QUICK if quick else decode_cases(backend.capabilities):
         sets = [case.inputs(device) for _ in range(buffer_sets(case.kv_bytes))]
         steps = [_attention_step(backend, *each) for each in sets]
@@ -130,7 +135,8 @@ def _without_sharing(backend: Backend, case: DecodeCase) -> float:
     return time_graph(case.name, steps, case.kv_bytes).median_us
 
 
-def _ceilings(device: torch.device) -> tuple[Row, ...]:
+def ceilings(device: torch.device) -> tuple[Row, ...]:
+    """What the GPU can do: read 1 GiB, copy it, multiply matrices."""
     source = torch.randn(1 << 28, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))

@@ -26,7 +26,7 @@ def bench_moves(backend: Backend, *, quick: bool) -> Iterator[Row]:
             steps = [_store_step(backend, tokens, kind) for _ in range(buffer_sets(size))]
             name = f"store_kv, {tokens} tokens, 8 heads d128, bf16 to {str(kind)[6:]}"
             row = time_graph(name, steps, size)
-            yield against(row, {COPY: _copy_us(backend.device, size)})
+            yield against(row, {COPY: copy_us(backend.device, size)})
     for seqs, new in ((1, 1), (256, 1), (1, 8192), (64, 128)):
         name = f"compute_slot_mapping, {seqs} x {new}"
         yield time_graph(name, [_slots_step(backend, seqs, new)] * 32, 0)
@@ -36,7 +36,7 @@ def bench_moves(backend: Backend, *, quick: bool) -> Iterator[Row]:
             name = f"copy_blocks, {blocks} blocks x {LAYERS} layers, bf16"
             steps = [_copy_step(backend, blocks) for _ in range(buffer_sets(size))]
             row = time_graph(name, steps, size)
-            yield against(row, {COPY: _copy_us(backend.device, size)})
+            yield against(row, {COPY: copy_us(backend.device, size)})
 
 
 def _store_step(backend: Backend, tokens: int, kind: torch.dtype) -> Callable[[], object]:
@@ -53,7 +53,7 @@ def _store_step(backend: Backend, tokens: int, kind: torch.dtype) -> Callable[[]
     return lambda: backend.store_kv(rows[0], rows[1], cache, slots)
 
 
-def _copy_us(device: torch.device, size: int) -> float:
+def copy_us(device: torch.device, size: int) -> float:
     """Microseconds of an elementwise copy that reads and writes this number of bytes in all."""
     steps = []
     for _ in range(buffer_sets(size)):

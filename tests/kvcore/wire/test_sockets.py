@@ -478,7 +478,7 @@ def test_closing_ends_the_thread_and_frees_the_port(kv):
     publisher = wire.Publisher(kv, ANYWHERE, ANYWHERE)
     publisher.close()
     publisher.close()
-    assert not publisher._thread.is_alive()
+    assert not publisher._transport.is_running
     with pytest.raises(wire.ClosedError):
         publisher.publish()
     wire.Publisher(manager(), publisher.endpoint, publisher.replay).close()

@@ -81,7 +81,12 @@ def test_what_is_not_in_range_is_refused_by_name(name, value):
 
 
 def test_what_is_wanted_is_said_in_words():
-    assert {one.name: one.wanted for one in settings_of(Example)} == {
+    def wanted(name):
+        with pytest.raises(InvalidSettingError) as told:
+            Example(**{name: object()})
+        return told.value.wanted
+
+    assert {name: wanted(name) for name in ALLOWED} == {
         "count": f"an integer from 1 to {2**63 - 1}",
         "share": "a number above 0 and at most 1",
         "heat": "a finite number of at least 0",

@@ -18,6 +18,7 @@ from model.forward.network import PagedNetwork
 from model.forward.warm_up import Prepared, captured_tokens, compiled_tokens
 from model.sample import sampler
 from model.sample.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, is_captured, row_terms
+from tests.model import recurrent_networks
 from tests.model.networks import build
 
 PROMPTS = ["a prompt of some length, ", "a prompt of some length, again", "x", "yz"]
@@ -231,6 +232,79 @@ def test_what_is_shared_is_told_to_a_graph_anew_in_each_step(
 def test_a_planted_bug_shows(bug):
     with contextlib.suppress(backends.BackendError):  # a batch that means nothing
         assert tokens_of(bug, "qwen3", is_async=True, params=PARAMS) != wanted_of("qwen3", False)
+
+
+def states_of(graphs_type, kind, *, is_async=True, drafts=None, most=None):
+    """Tokens of a network with recurrent layers, and what `generate` says to the first texts."""
+    engine = recurrent_networks.engine_of(
+        kind, max_num_seqs=5, async_scheduling=is_async, drafts=drafts
+    )
+    wanted = dict([*recurrent_networks.case(kind)[1].items()][:most])
+    draws = UncapturedDraws(5, torch.device("cpu"))
+    widths = [100] * len(engine.network.layout.windows)
+    runner = engine._runner
+    size = engine.config.block_size
+    graphs = graphs_type(engine.network, runner.drawn, widths, size, 5, 0, draws)
+    runner.use(Prepared("", graphs))
+    params = SamplingParams(max_tokens=recurrent_networks.NUM_TOKENS, ignore_eos=True)
+    done = engine.generate([*map(list, wanted)], params)
+    assert len(graphs.seen) > 10
+    assert {bucket.longest for bucket in graphs.seen} == {1}
+    assert {bucket.rows for bucket in graphs.seen} >= ({4} if most else {4, 5})
+    return [one.request.output_tokens for one in done], [*wanted.values()]
+
+
+REPLAYED = recurrent_networks.KINDS[:3]
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_with_states_in_a_graphs_tensors_give_the_tokens_of_generate(kind, is_async):
+    got, wanted = states_of(Uncaptured, kind, is_async=is_async)
+    assert got == wanted
+
+
+def test_steps_with_draft_tokens_of_a_network_with_states_are_not_replayed():
+    got, wanted = states_of(Uncaptured, REPLAYED[0], is_async=False, drafts="ngram")
+    assert got == wanted
+
+
+class GivesSpareRowsTheFirstState(Uncaptured):
+    """Rows to spare read and write the state of the first sequence."""
+
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        blocks = self._states._blocks
+        blocks[:, step.paged[0].num_seqs : bucket.rows] = blocks[:, :1]
+
+
+class ReadsWhatIsWritten(Uncaptured):
+    """A state is read where the new one goes."""
+
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        self._states._blocks[0] = self._states._blocks[1]
+
+
+@pytest.mark.parametrize("bug", [GivesSpareRowsTheFirstState, ReadsWhatIsWritten])
+def test_a_planted_bug_of_states_in_a_graph_shows(bug):
+    got, wanted = states_of(bug, REPLAYED[0], most=3)  # one row to spare in every step
+    assert got != wanted
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_rows_to_spare_change_no_state(kind):
+    engine = recurrent_networks.engine_of(kind, max_num_seqs=5)
+    network = engine.network
+    draws = UncapturedDraws(5, torch.device("cpu"))
+    widths = [100] * len(engine.network.layout.windows)
+    graphs = Uncaptured(network, engine._runner.drawn, widths, 4, 5, 0, draws)
+    for storage in network.caches.storages:
+        storage.random_(0, 100)
+    before = [storage.clone() for storage in network.caches.storages]
+    graphs._run(Bucket(5, 5, 1))
+    for storage, old in zip(network.caches.storages, before, strict=True):
+        assert torch.equal(storage, old)
 
 
 @given(

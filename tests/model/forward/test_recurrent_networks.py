@@ -43,6 +43,15 @@ def test_a_plain_batch_gives_the_tokens_of_generate(kind):
     assert got == wanted
 
 
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_traced_network_gives_the_tokens_of_generate(kind):
+    engine = engine_of(kind, compile=True, max_num_batched_tokens=16, drafts="ngram")
+    assert engine.prepare() == "traced"
+    got, wanted = tokens_of(engine, kind)
+    assert got == wanted
+    assert engine.stats.num_hit_tokens > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_7_tokens_hits_and_preemption_change_no_token(kind):
     engine = engine_of(kind, max_num_batched_tokens=7, max_num_seqs=4, swap_memory_bytes=0)
@@ -213,8 +222,6 @@ def test_what_cannot_be_exact_with_states_is_refused_in_one_line():
         Engine(with_draft(build("llama"), model), backend, config)
     with pytest.raises(UnsupportedModelError, match=r"^batch_invariant: this model has recurrent"):
         Engine(model, backend, EngineConfig(num_blocks=200, batch_invariant=True))
-    engine = Engine(model, backend, EngineConfig(num_blocks=200, compile=True))
-    assert engine.prepare() == "eager (tracing: it has recurrent layers)"
 
 
 def test_the_recorded_pool_shows_states_as_a_table_of_their_own():

@@ -121,7 +121,7 @@ def check_parses(asked, sizes, samples):
             assert request.num_output_tokens == request.params.max_tokens
             matcher = engine.compile_grammar(request.params.grammar).result().matcher.deep_copy()
             assert matcher.validate_tokens(request.output_tokens) == len(request.output_tokens)
-    assert not engine._grammars._texts
+    assert not engine._grammars.texts
     alone = hashed()
     again = alone.add_request("xy", free.params)
     run(alone, [again])
@@ -298,7 +298,7 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request_by_the_budgets_name(
     assert re.match(f"grammar: wanted at most {message}", str(guided.error)), guided.error
     assert isinstance(guided.error, GrammarError)
     assert (other.finish_reason, other.error) == (FinishReason.LENGTH, None)
-    assert not engine._grammars._texts
+    assert not engine._grammars.texts
     assert not engine._grammars._overrun
 
 
@@ -369,7 +369,7 @@ def shares_one_text(monkeypatch):
 
     def shared(self, *these, **more):
         init(self, *these, **more)
-        self._texts = Same()
+        self.texts = Same()
 
     monkeypatch.setattr(grammars.Grammars, "__init__", shared)
 

@@ -51,7 +51,7 @@ def test_what_a_server_has_computed_is_found_by_a_follower(make_engine):
             assert publisher.stats().num_snapshots == 1
             running.call(lambda engine: engine.kv.reset())
             until(lambda: follower.match(prompt) == {})
-    assert not publisher._thread.is_alive()
+    assert not publisher._transport.is_running
 
 
 def test_the_flag_has_the_engine_record_events():

@@ -1,0 +1,218 @@
+"""One replica: the engine with its ranks, its front end, its server and its publisher of KV events.
+
+It checks itself after steps and when it is idle; `world.py` has the rules of a whole run.
+"""
+
+import math
+from dataclasses import dataclass
+from random import Random
+
+from kvcore import InvariantError, KVCacheManager, wire
+from kvcore.inspect.invariants import check
+from model.async_engine import AsyncEngine, EngineState
+from model.control.config import SchedulerConfig
+from model.control.drafts import NgramDrafts
+from model.control.scheduler import Scheduler
+from model.engine_core import EngineCore
+from model.serve.app import create_app
+from model.serve.config import ServeConfig
+from model.twins import TwinCore
+from tests.simulation.device import (
+    VOCABULARY,
+    Device,
+    DeviceError,
+    NoGrammars,
+    Texts,
+    ViolationError,
+    make_kv,
+)
+from tests.simulation.loop import SimulatedHost
+from tests.simulation.ranks import make_groups
+
+_CHECK_CHANCE = 0.03
+_MOST_ABSENT = 25  # steps, until what a client has left must be gone
+_MOST_OVERTAKEN = 400  # steps in which the first in order may stand still
+PATIENCE_S = 0.02  # as _MOST_ABSENT
+
+
+@dataclass
+class Faults:
+    """What goes wrong in the device: at which of its steps and draws."""
+
+    steps: frozenset = frozenset()
+    logits: frozenset = frozenset()
+    num_steps: int = 0
+    num_draws: int = 0
+
+    def step_fails(self):
+        self.num_steps += 1
+        return self.num_steps - 1 in self.steps
+
+    def logits_fail(self):
+        self.num_draws += 1
+        return self.num_draws - 1 in self.logits
+
+
+class Checked:
+    """A mixin before the class of an engine: checks the replica after each step."""
+
+    replica = None
+
+    def step(self):
+        """As the engine's; an error that nobody has injected breaks a rule."""
+        try:
+            outputs = super().step()
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise ViolationError(f"a step fails: {type(error).__name__}: {error}") from error
+        self.replica.stepped()
+        return outputs
+
+
+class Replica:
+    """A replica of a run.
+
+    Args:
+        run: gives the plan, the loop and the planted bug.
+        name: of it.
+        network: where it publishes its events; None: it does not.
+        address: where there.
+    """
+
+    def __init__(self, run, name, network=None, address=""):
+        self.run, self.name, self.address = run, name, address
+        self.features = features = run.plan.features
+        self.host = SimulatedHost(run.loop)
+        self.attempts = set()  # tasks of clients that it works for
+        self.is_over = False
+        self._network = network
+        self._absent = {}  # requests that no client reads: for how many steps
+        self._present = {}  # by client: how many samples it wants, and until when
+        self._checks = Random(run.plan.seed + 3)
+        self.pools, self.devices, cores = [], [], []
+        groups = make_groups(self.host, features.num_ranks)
+        for group in groups:
+            core = self._make_core(group if len(groups) > 1 else None)
+            core.replica = self
+            cores.append(core)
+        self.core = cores[0]
+        for follower in cores[1:]:
+            self.host.start_thread("rank", follower.follow)
+        self.engine = run.bug.get("front", AsyncEngine)(
+            self.core, max_waiting=features.max_waiting, host=self.host,
+            announce=None if network is None else self._announce,
+        )  # fmt: skip
+        self.app = None
+        if features.speaks_http:
+            self.app = create_app(self.engine, ServeConfig(), has_page=False)
+
+    def _announce(self, engine, wake):
+        features = self.features
+        publisher = self.run.bug.get("publisher", wire.Publisher)
+        return publisher(
+            engine.kv, self.address, f"{self.address}/replay", publish_salted=True,
+            replay_bytes=features.replay_bytes, wake=wake if features.wakes else None,
+            transport=self._network.transport(self.host),
+        )  # fmt: skip
+
+    def _make_core(self, group):
+        """The engine of a rank; of the only one if there is no group."""
+        features, bug = self.features, self.run.bug
+        of = {
+            kind: frozenset(int(f.at) for f in self.run.plan.faults if f.kind == kind)
+            for kind in ("step", "logits")
+        }
+        kv = make_kv(features, bug.get("kv", KVCacheManager))
+        is_async = features.is_async and not features.drafts
+        device = Device(self.host, kv, Faults(of["step"], of["logits"]), is_async=is_async)
+        self.pools.append(kv)
+        self.devices.append(device)
+        config = SchedulerConfig(
+            max_num_batched_tokens=features.max_num_batched_tokens,
+            max_num_seqs=features.max_num_seqs,
+            watermark=features.watermark,
+            priority_span=features.priority_span,
+            num_host_blocks=features.num_host_blocks,
+            draft_tokens=3,
+        )
+        plans = bug.get("scheduler", Scheduler)(
+            kv, config, NgramDrafts() if features.drafts else None
+        )
+        made = Texts(), kv, plans, device, NoGrammars(), VOCABULARY
+        if group is None:
+            return type("Core", (Checked, bug.get("core", EngineCore)), {})(*made)
+        twin = type("Twin", (Checked, bug.get("twin", TwinCore), EngineCore), {})
+        return twin(*made, ranks=group, is_checked=True)
+
+    def expect(self, ask, until_s=math.inf):
+        """A client wants its samples, until some time."""
+        self._present[ask.number] = ask.num_samples, until_s
+
+    def kill(self):
+        """The process is gone, in the middle of whatever it did."""
+        self.host.is_killed = self.is_over = True
+        for attempt in self.attempts:
+            attempt.cancel()
+
+    def stepped(self):
+        """A step is over."""
+        engine, now = self.engine, self.run.loop.now
+        wanted = sum([count for count, until_s in self._present.values() if now < until_s])
+        if engine.num_open > wanted:
+            raise ViolationError(f"{engine.num_open} requests are open, clients want {wanted}")
+        open_ids, absent = engine._open, self._absent
+        left = [r for r in self.core.unfinished if r.request_id not in open_ids]
+        if left or absent:
+            self._absent = {request: absent.get(request, 0) + 1 for request in left}
+            if max(self._absent.values(), default=0) > _MOST_ABSENT:
+                raise ViolationError(f"computed for nobody: {left}")
+        limit = self.core.max_num_seqs + self.features.max_waiting
+        if engine.num_open > limit:
+            raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
+        if self._checks.random() < _CHECK_CHANCE:
+            self.check_pools()
+            if self._network is None:
+                for kv in self.pools:
+                    kv.events.take()
+
+    def check_pools(self):
+        """The allocator's invariants, of every rank."""
+        for kv in self.pools:
+            try:
+                check(kv)
+            except InvariantError as error:
+                raise ViolationError(f"the pool: {error}") from error
+
+    async def settle(self, idle):
+        """Everything is over, or the replica has to end: what is left?
+
+        Args:
+            idle: waits until it has nothing to do.
+        """
+        if not self.is_over and self.engine.health.state is not EngineState.STOPPED:
+            await idle(self)
+            await self.engine.call(lambda engine: None)
+            self._check_nothing_kept()
+        if self.engine.health.state is EngineState.RECOVERING:
+            raise ViolationError("the engine computes, and takes no requests")
+        self.check_pools()
+        await self.engine.stop()
+        self._check_empty()  # other ranks are told of the last ends with the next step
+
+    def _check_nothing_kept(self):
+        """No client asks any more: the engine keeps nothing of what there was."""
+        self._check_empty()
+        for name, what in [
+            ("streams of the engine", self.core._streams),
+            ("texts of the device", self.devices[0]._texts),
+            ("open samples", self.engine._open),
+            ("held samples", self.engine._held),
+        ]:
+            if what:
+                raise ViolationError(f"{name} are left: {what}")
+
+    def _check_empty(self):
+        left = self.core.kv.num_usable_blocks - self.core.kv.num_free_blocks
+        if left:
+            raise ViolationError(f"{left} blocks are held by requests that have ended")
