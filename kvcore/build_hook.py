@@ -154,7 +154,8 @@ def compile_copy(
     `tell` hears of the progress, once every `tick_seconds`.
     """
     copy = work / package.name
-    left_out = shutil.ignore_patterns("__pycache__", "adapters", "testing", "sanitize", "wire")
+    annexes = "adapters", "testing", "sanitize", "tiers", "wire"
+    left_out = shutil.ignore_patterns("__pycache__", *annexes)
     shutil.copytree(package, copy, ignore=left_out)
     discard(work)
     files = [f"{package.name}/{module}.py" for module in COMPILED]

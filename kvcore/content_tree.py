@@ -15,12 +15,27 @@ Does not know ref counts: the pool decides on eviction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Protocol, final
 
 from kvcore.block import PIECE_KEY_BYTES, Block, Node
 from kvcore.errors import InvalidArgumentError
 from kvcore.events import EventLog, Snapshot
 from kvcore.identity.tokens import AT_ONCE, BYTES_PER_TOKEN, cutter
+
+
+class ContentWatcher(Protocol):
+    """Hears of contents in time to keep copies of them elsewhere: a tier behind the pool."""
+
+    def published(self, blocks: list[Block]) -> None:
+        """These blocks have just become available; must not raise, nor change the pool.
+
+        An error of the caller may take it back, so look at `block.node` when it is used.
+        """
+        ...
+
+    def cleared(self) -> None:
+        """Contents, or all of them, are invalid: no copy may be used any more; must not raise."""
+        ...
 
 
 @final

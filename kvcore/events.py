@@ -168,14 +168,15 @@ class EventLog:
     Attributes:
         number: the sequence number of the last event, 0 before the first.
         max_hashes: the most block hashes that waiting events may hold; the owner may set it.
+        algorithm: the hash function of block hashes.
     """
 
-    __slots__ = ("_algorithm", "_block_sizes", "_lost", "_num_hashes", "_pending", "max_hashes",
+    __slots__ = ("_block_sizes", "_lost", "_num_hashes", "_pending", "algorithm", "max_hashes",
                  "number")  # fmt: skip
 
     def __init__(self, block_sizes: Sequence[int], algorithm: HashAlgorithm) -> None:
         digest(b"", algorithm)  # refuses an unknown algorithm now
-        self._algorithm: HashAlgorithm = algorithm
+        self.algorithm: HashAlgorithm = algorithm
         self._block_sizes = tuple(block_sizes)
         self._pending: list[Event] = []
         self._num_hashes = 0
@@ -262,7 +263,7 @@ class EventLog:
         parent = self._hash(above, group)
         size = self._block_sizes[group]
         contents = [node.tokens for node in nodes]
-        hashes = hashes_after(parent, contents, size, self._algorithm)
+        hashes = hashes_after(parent, contents, size, self.algorithm)
         for node, block_hash in zip(nodes, hashes, strict=True):
             node.block_hash = block_hash
         return BlocksStored(
@@ -276,20 +277,23 @@ class EventLog:
         )
 
     def _hash(self, node: Node, group: int) -> BlockHash:
-        """Return the block hash of a node. O(ancestors without one); theirs are set too."""
-        unnamed: list[Node] = []
-        above: Node | None = node
-        while above is not None and above.block_hash is None:
-            unnamed.append(above)
-            above = above.parent
-        for child in reversed(unnamed):
-            if child.parent is None or child.parent.block_hash is None:
-                child.block_hash = digest(child.tokens, self._algorithm)
-            else:
-                (child.block_hash,) = hashes_after(
-                    child.parent.block_hash,
-                    [child.tokens],
-                    self._block_sizes[group],
-                    self._algorithm,
-                )
-        return BlockHash(node.block_hash or b"")
+        return node_hash(node, self._block_sizes[group], self.algorithm)
+
+
+def node_hash(node: Node, block_size: int, algorithm: HashAlgorithm) -> BlockHash:
+    """Return the block hash of a node. O(ancestors without one); theirs are set too.
+
+    The nodes of a pool keep the hashes of one algorithm: that of its events, if it records any.
+    """
+    unnamed: list[Node] = []
+    above: Node | None = node
+    while above is not None and above.block_hash is None:
+        unnamed.append(above)
+        above = above.parent
+    for child in reversed(unnamed):
+        if child.parent is None or child.parent.block_hash is None:
+            child.block_hash = digest(child.tokens, algorithm)
+        else:
+            parent = child.parent.block_hash
+            (child.block_hash,) = hashes_after(parent, [child.tokens], block_size, algorithm)
+    return BlockHash(node.block_hash or b"")

@@ -23,7 +23,7 @@ from typing import SupportsIndex, final
 
 from kvcore.arguments import Flag, as_bool, as_int
 from kvcore.block import NULL_BLOCK, Block, Node, PendingRelease
-from kvcore.content_tree import ContentTree, evict, lost_contents
+from kvcore.content_tree import ContentTree, ContentWatcher, evict, lost_contents
 from kvcore.errors import (
     BlockStateError,
     DoubleFreeError,
@@ -58,6 +58,8 @@ class BlockPool:
         idle_blocks: the free blocks with content, which are reused after those.
         trees: the published content of each layer group.
         lifetimes: records block lifetimes and reuse gaps; None: not recorded.
+        watcher: hears which contents are published, and when any of them proves invalid; None: no
+            tier is behind the pool.
         step: the current time of deadlines, in steps of the caller.
         num_used_blocks: the number of held blocks.
         num_deferred_blocks: the number of held blocks whose holders are all leases: they become
@@ -77,7 +79,7 @@ class BlockPool:
         "_log", "_made", "_num_extra_slots", "_num_seen", "_passing", "block_sizes", "common_size",
         "empty_blocks", "idle_blocks", "is_uneven", "lifetimes", "null", "num_allocated_blocks",
         "num_blocks", "num_cached_blocks", "num_computed_tokens", "num_deferred_blocks",
-        "num_evicted_blocks", "num_used_blocks", "peak_used_blocks", "step", "trees",
+        "num_evicted_blocks", "num_used_blocks", "peak_used_blocks", "step", "trees", "watcher",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +101,7 @@ class BlockPool:
         )
         self._log = log
         self.lifetimes: LifetimeRecorder | None = None
+        self.watcher: ContentWatcher | None = None
         self.step = 0
         self.num_used_blocks = self.peak_used_blocks = self.num_cached_blocks = 0
         self.num_evicted_blocks = self.num_allocated_blocks = self.num_computed_tokens = 0
@@ -421,6 +424,8 @@ class BlockPool:
         `canonical_order` O(n log n) of the blocks that were ever held.
         """
         is_sorted = as_bool("canonical_order", canonical_order)
+        if self.watcher is not None:
+            self.watcher.cleared()
         idle = list(self.idle_blocks)
         idle.reverse()
         contents = [list(tree.nodes()) for tree in self.trees]
@@ -534,6 +539,8 @@ class BlockPool:
         if self.lifetimes is not None:
             for block in blocks:
                 self.lifetimes.published(block.block_id, self.step)
+        if self.watcher is not None:
+            self.watcher.published(blocks)
 
     def unpublish(self, blocks: Sequence[Block], last_event: int) -> None:
         """Undo `publish` and `keep` of blocks since an event. Cannot fail. O(len(blocks)).

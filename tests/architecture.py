@@ -26,6 +26,7 @@ KVCORE_LAYERS = (
     ("manager",),
     ("inspect", "sanitize"),
     ("__init__",),
+    ("tiers",),
     ("adapters", "testing", "wire"),
     ("build_hook",),  # runs when kvcore is built; nothing imports it
 )

@@ -405,6 +405,8 @@ def _take_from_all(
     targets = _targets(pool, valid_up_to, sequences)
     set_back = tuple([seq for seq, _, _ in targets])
     by_id = {block.block_id: block for block in valid_up_to}
+    if pool.watcher is not None and any(block.node is not None for block in by_id.values()):
+        pool.watcher.cleared()
     released: list[Block] = []
     new: list[Block] = []
     try:

@@ -1,0 +1,123 @@
+"""The host tier: copies in host memory, a bounded number of bytes.
+
+Decides: what goes when the bytes are used up. A payload is copied once when it is put, and checked
+against its checksum when it is returned, because memory that was overwritten by mistake must be a
+miss too. Safe for several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final, SupportsIndex, final
+
+from kvcore.arguments import as_int
+from kvcore.tiers.record import Key, Meaning, checksum_of
+from kvcore.tiers.tier import EvictionOrder, TierError, TierStats
+
+ENTRY_BYTES: Final = 512
+"""What is counted for a copy beside its payload: its key, checksum and places in the order."""
+
+
+@final
+class HostTier:
+    """Copies in host memory.
+
+    Args:
+        capacity_bytes: the most bytes that payloads, and 512 bytes for each, may take.
+
+    Attributes:
+        name: "host".
+        stats: its counters.
+        epoch: how often it was cleared.
+
+    Raises:
+        InvalidArgumentError: the capacity is not positive.
+    """
+
+    def __init__(self, capacity_bytes: SupportsIndex) -> None:
+        self.name = "host"
+        self.stats = TierStats(capacity_bytes=as_int("capacity_bytes", capacity_bytes, 1))
+        self.epoch = 0
+        self._entries: dict[Key, tuple[bytes, bytes]] = {}
+        self._order = EvictionOrder()
+        self._lock = threading.Lock()
+
+    def start(self, meaning: Meaning, largest: int) -> None:
+        """See `Tier.start`. It begins empty, so the meaning of its copies is always ours."""
+        del meaning
+        if self.stats.capacity_bytes < largest + ENTRY_BYTES:
+            raise TierError(
+                f"host tier: wanted room for a copy of {largest:,} bytes, got "
+                f"{self.stats.capacity_bytes:,} in all"
+            )
+
+    def contains(self, key: Key) -> bool:
+        """See `Tier.contains`."""
+        return key in self._entries
+
+    def touch(self, key: Key) -> None:
+        """See `Tier.touch`."""
+        self._order.touch(key)
+
+    def get(self, key: Key, length: int) -> memoryview | None:
+        """See `Tier.get`."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None:
+                return None
+            self._order.touch(key)
+        payload, checksum = found
+        is_short = len(payload) != length
+        if is_short or checksum_of(payload) != checksum:
+            with self._lock:
+                self.stats.faults["short" if is_short else "corrupted"] += 1
+                if self._entries.get(key) is found:
+                    self._drop(key)
+            return None
+        with self._lock:
+            self.stats.num_hits += 1
+            self.stats.read_bytes += length
+        return memoryview(payload)
+
+    def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
+        """See `Tier.put`."""
+        size = len(payload) + ENTRY_BYTES
+        if epoch != self.epoch or size > self.stats.capacity_bytes:
+            return False
+        if key in self._entries:
+            return True
+        content = bytes(payload)
+        checksum = checksum_of(content)
+        with self._lock:
+            if epoch != self.epoch:
+                return False
+            if key in self._entries:
+                return True
+            while self.stats.used_bytes + size > self.stats.capacity_bytes:
+                self._drop(self._order.oldest())
+                self.stats.num_evicted += 1
+            self._entries[key] = content, checksum
+            self._order.add(key, priority)
+            self.stats.used_bytes += size
+            self.stats.num_stored += 1
+            self.stats.written_bytes += len(content)
+            self.stats.num_records = len(self._entries)
+        return True
+
+    def clear(self) -> None:
+        """See `Tier.clear`. O(1)."""
+        with self._lock:
+            self.epoch += 1
+            self._entries = {}
+            self._order.clear()
+            self.stats.used_bytes = self.stats.num_records = 0
+
+    def close(self) -> None:
+        """See `Tier.close`; a host tier is gone then."""
+        self.clear()
+
+    def _drop(self, key: Key) -> None:
+        payload, _ = self._entries.pop(key)
+        self._order.remove(key)
+        self.stats.used_bytes -= len(payload) + ENTRY_BYTES
+        self.stats.num_records = len(self._entries)

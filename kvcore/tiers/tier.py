@@ -1,0 +1,146 @@
+"""What a tier is: a place with a capacity in bytes that keeps copies of KV by content.
+
+Invariants of every tier: `get` returns exactly the bytes that were put for that key and meaning, or
+None; the bytes that it takes up never exceed its capacity; its eviction order is LRU, and lower
+priorities go first; whatever was put before the last `clear` is never returned again. A fault of
+the device is a miss, and is counted by its kind; it never raises.
+
+Does not know: blocks, sequences, the pool.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Final, Protocol, final
+
+from kvcore.errors import KVCoreError
+from kvcore.tiers.record import Fault, Key, Meaning
+
+_MOST_TOUCHED: Final = 65_536  # uses that wait; the oldest are forgotten
+
+
+class TierError(KVCoreError):
+    """A tier cannot start: the folder, its owner, its version or the capacity does not allow it."""
+
+
+@dataclass(slots=True)
+class TierStats:
+    """The counters of one tier. Read them; the tier writes them.
+
+    Attributes:
+        num_records: copies that it has now.
+        used_bytes: bytes that it takes up now.
+        capacity_bytes: the most that it may take up; less than was asked for on a full device.
+        num_hits: copies that were returned.
+        num_stored: copies that were written.
+        num_evicted: copies that gave way to others.
+        read_bytes: bytes of the copies returned.
+        written_bytes: bytes of the copies written.
+        faults: the number of records that were not served or not written, by kind.
+        is_enabled: False once its device has failed for good: then nothing is found.
+    """
+
+    num_records: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    num_hits: int = 0
+    num_stored: int = 0
+    num_evicted: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    faults: Counter[Fault] = field(default_factory=Counter)
+    is_enabled: bool = True
+
+
+class Tier(Protocol):
+    """Keeps copies by content. `contains` may be called from any thread, and so may the others.
+
+    Attributes:
+        name: for reports.
+        stats: its counters.
+        epoch: how often it was cleared.
+    """
+
+    name: str
+    stats: TierStats
+    epoch: int
+
+    def start(self, meaning: Meaning, largest: int) -> None:
+        """Find what is there already; payloads have at most `largest` bytes. Called once.
+
+        Raises:
+            TierError: it cannot start.
+        """
+        ...
+
+    def contains(self, key: Key) -> bool:
+        """Return whether it has a copy; does no input or output. O(1)."""
+        ...
+
+    def touch(self, key: Key) -> None:
+        """Note that a content was used elsewhere; does no input or output. O(1)."""
+        ...
+
+    def get(self, key: Key, length: int) -> memoryview | None:
+        """Return the payload, checked, if it has `length` bytes; None: a miss. O(length)."""
+        ...
+
+    def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
+        """Keep a copy; whether it has one now. One of an earlier epoch is refused. O(length)."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all copies, and those that are on their way. Must not raise."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the device; what is complete is found by the next start. Must not raise."""
+        ...
+
+
+@final
+class EvictionOrder:
+    """Keys in the order of their eviction: the lowest priority first, and LRU within it."""
+
+    __slots__ = ("_priorities", "_queues", "_touched")
+
+    def __init__(self) -> None:
+        self._queues: dict[int, OrderedDict[Key, None]] = {}
+        self._priorities: dict[Key, int] = {}
+        self._touched: deque[Key] = deque(maxlen=_MOST_TOUCHED)
+
+    def add(self, key: Key, priority: int) -> None:
+        """Append a new key. O(1)."""
+        self._settle()
+        self._priorities[key] = priority
+        self._queues.setdefault(priority, OrderedDict())[key] = None
+
+    def touch(self, key: Key) -> None:
+        """Note that a key was used, from any thread, whether it is here or not. O(1)."""
+        self._touched.append(key)
+
+    def remove(self, key: Key) -> None:
+        """Remove a key. O(1)."""
+        priority = self._priorities.pop(key)
+        queue = self._queues[priority]
+        del queue[key]
+        if not queue:
+            del self._queues[priority]
+
+    def oldest(self) -> Key:
+        """Return the key to evict next; there is one. O(priorities + touched since)."""
+        self._settle()
+        return next(iter(self._queues[min(self._queues)]))
+
+    def clear(self) -> None:
+        """Remove all keys. O(1)."""
+        self._queues, self._priorities = {}, {}
+        self._touched.clear()
+
+    def _settle(self) -> None:
+        """Move what was touched behind the others, in the order of the touches."""
+        while self._touched:
+            key = self._touched.popleft()
+            if key in self._priorities:
+                self._queues[self._priorities[key]].move_to_end(key)

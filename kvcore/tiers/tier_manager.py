@@ -1,0 +1,421 @@
+"""The tiers behind the prefix cache of one manager: what is where, and what moves.
+
+Decides: which copies a prompt can use, beyond what the pool itself has; which contents are stored.
+A content is stored when it is published, in every tier, so a process that is killed has lost
+nothing but what was on its way. The pool reports published contents, and drops the report when
+contents prove invalid: then every tier is cleared, because what was computed from them is not known
+any more. A look-up asks the pool, then host and disk together, and never by block id: the key of a
+copy is its layer group and its block hash with sha256, which covers its tokens, its multimodal
+items and its namespace.
+
+Invariants: a copy can be found only when all of its bytes are there, and they are read from a block
+only while a lease holds it; a load joins its sequence as a whole or not at all. Nothing here waits.
+
+Does not know: threads, clocks, tensors: `jobs.py` moves the bytes wherever the caller runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Final, SupportsIndex, final
+
+from kvcore.arguments import as_int
+from kvcore.block import Block
+from kvcore.content_tree import find_pieces
+from kvcore.errors import InvalidArgumentError
+from kvcore.events import node_hash
+from kvcore.identity.block_hash import (
+    HashAlgorithm,
+    HashChain,
+    block_contents,
+    digest,
+    hashes_after,
+)
+from kvcore.manager import KVCacheManager
+from kvcore.sequence import KVSequence
+from kvcore.tables.groups import RecurrentState
+from kvcore.tiers.jobs import BlockMover, LoadJob, Part, StoreJob
+from kvcore.tiers.record import Key, key_of, meaning_of
+from kvcore.tiers.tier import Tier
+
+_ALGORITHM: Final[HashAlgorithm] = "sha256"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is where of a sequence's prefix.
+
+    Attributes:
+        num_device_tokens: its computed tokens, which are in the pool.
+        num_tokens: its first tokens whose KV is in the pool or in tiers.
+        num_copies: for each tier the number of copies that a load would read from it.
+    """
+
+    num_device_tokens: int
+    num_tokens: int
+    num_copies: Mapping[str, int]
+
+
+@final
+class TierManager:
+    """Host memory and disk behind the prefix cache of a manager.
+
+    Args:
+        kv: the manager; with `record_events`, its algorithm has to be sha256.
+        tiers: the fastest first. They are started here, and closed by `close`.
+        mover: reads and writes blocks.
+        block_bytes: bytes of a block.
+        meaning: what these bytes mean: everything that another process must share to use them, such
+            as a digest of the weights, the dtype and the rank. The geometry of the layer groups
+            is added here.
+        max_store_blocks: the most blocks that stores hold at once; None: an eighth of the pool.
+
+    Attributes:
+        kv: as above.
+        tiers: as above.
+        num_loaded_tokens: tokens that loads have brought.
+        num_failed_loads: loads that did not join their sequence.
+        num_skipped: published contents that were evicted before they could be stored.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+        TierError: a tier cannot start; those before it are closed again.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        tiers: Sequence[Tier],
+        mover: BlockMover,
+        *,
+        block_bytes: SupportsIndex,
+        meaning: Mapping[str, str | int],
+        max_store_blocks: SupportsIndex | None = None,
+    ) -> None:
+        self.kv = kv
+        self.tiers = tuple(tiers)
+        self.num_loaded_tokens = self.num_failed_loads = self.num_skipped = 0
+        self._mover = mover
+        self._block_bytes = as_int("block_bytes", block_bytes, 1)
+        most = kv.num_usable_blocks // 8 or 1
+        if max_store_blocks is not None:
+            most = as_int("max_store_blocks", max_store_blocks, 1)
+        self._most = most
+        if kv.events is not None and kv.events.algorithm != _ALGORITHM:
+            raise InvalidArgumentError(
+                f"record_events: wanted 'sha256' or None with tiers, got {kv.events.algorithm!r}"
+            )
+        if kv.pool.watcher is not None:
+            raise InvalidArgumentError("kv: wanted a manager without tiers, got one that has some")
+        self._state = kv.groups[-1] if isinstance(kv.groups[-1], RecurrentState) else None
+        pieces = 1 if self._state is None else self._state.num_blocks
+        self._common = lcm(*kv.pool.block_sizes)
+        self._published: dict[Block, None] = {}  # these wait for `begin_store`
+        self._stores: list[StoreJob] = []
+        self._loads: list[LoadJob] = []
+        self._storing: set[Key] = set()
+        self._num_storing = 0
+        about = {**meaning, "block_bytes": self._block_bytes, "groups": repr(kv.groups)}
+        started: list[Tier] = []
+        try:
+            for tier in self.tiers:
+                tier.start(meaning_of(about), pieces * self._block_bytes)
+                started.append(tier)
+        except BaseException:
+            for tier in started:
+                tier.close()
+            raise
+        kv.pool.watcher = self
+
+    # What the pool reports
+
+    def published(self, blocks: list[Block]) -> None:
+        """See `ContentWatcher`. O(blocks)."""
+        self._published.update(dict.fromkeys(blocks))
+
+    def cleared(self) -> None:
+        """See `ContentWatcher`: forget every copy, and what is on its way. O(files)."""
+        self._published.clear()
+        for tier in self.tiers:
+            tier.clear()
+
+    # Stores
+
+    def begin_store(self) -> StoreJob | None:
+        """Begin to store published contents that no tier lacks room for. O(blocks).
+
+        Call it after each step. The blocks are under a lease until `finish_store`; no more than
+        `max_store_blocks` at once, and the rest waits for the next call.
+
+        Returns:
+            A job to run on any thread; None: there is nothing to store.
+        """
+        parts: list[Part] = []
+        blocks: dict[Block, None] = {}
+        while self._published and len(blocks) < self._most - self._num_storing:
+            block = next(iter(self._published))
+            del self._published[block]
+            held = self._pieces(block)
+            if held and not any(each in blocks for each in held):
+                part = self._part(held)
+                if part is not None:
+                    parts.append(part)
+                    blocks.update(dict.fromkeys(held))
+        if not parts:
+            return None
+        lease = self.kv.leases.begin([*blocks], "store", "tiers", None)
+        job = StoreJob(parts[::-1], lease, self.tiers, self._mover)
+        self._stores.append(job)
+        self._storing.update([part.key for part in parts])
+        self._num_storing += len(blocks)
+        return job
+
+    def finish_store(self, job: StoreJob) -> None:
+        """End a store, done or not: its blocks are released. O(blocks).
+
+        A second call changes nothing.
+        """
+        if job not in self._stores:
+            return
+        job.cancel()
+        self._stores.remove(job)
+        self._storing.difference_update([part.key for part in job.parts])
+        self._num_storing -= sum([len(part.block_ids) for part in job.parts])
+        job.lease.end()
+
+    def cancel_stores(self) -> bool:
+        """End every store that is under way, because its blocks are needed. O(their blocks).
+
+        Returns:
+            Whether there were any.
+        """
+        jobs = [*self._stores]
+        for job in jobs:
+            self.finish_store(job)
+        return bool(jobs)
+
+    def _pieces(self, block: Block) -> list[Block]:
+        """Return the blocks of the content that a block has now; none if it has none."""
+        node = block.node
+        if node is None:
+            self.num_skipped += 1
+            return []
+        if node.is_piece():
+            return []
+        if self._state is None or block.group != len(self.kv.groups) - 1:
+            return [block]
+        found = find_pieces(block, self._state.num_blocks)
+        return found if len(found) == self._state.num_blocks else []
+
+    def _part(self, held: list[Block]) -> Part | None:
+        first = held[0]
+        if first.node is None:
+            return None
+        size = self.kv.pool.block_sizes[first.group]
+        key = key_of(first.group, node_hash(first.node, size, _ALGORITHM))
+        if key in self._storing or all(tier.contains(key) for tier in self.tiers):
+            return None
+        terms = self.kv.pool.idle_blocks.kept.get(first.block_id)
+        ids = tuple([block.block_id for block in held])
+        return Part(key, ids, terms[0][0] if terms else 0)
+
+    # Loads
+
+    def find(self, seq: KVSequence) -> Found:
+        """Return what is where of a sequence's prefix. O(blocks that tiers have).
+
+        The last known token is never among what is found: its logits are needed.
+        """
+        computed = seq.num_computed_tokens
+        num_tokens, keys = self._look_up(seq)
+        counts = dict.fromkeys([tier.name for tier in self.tiers], 0)
+        for key in keys:
+            for tier in self.tiers:
+                if tier.contains(key):
+                    counts[tier.name] += 1
+                    break
+        return Found(computed, num_tokens, counts)
+
+    def begin_load(self, seq: KVSequence, *, least_tokens: SupportsIndex = 1) -> LoadJob | None:
+        """Reserve blocks for the part of a prefix that tiers have, and begin to load it.
+
+        Until `finish_load` the sequence is unchanged. What the pool had of the prefix counts as
+        used in the tiers too, and is stored again if they have lost it. O(blocks).
+
+        Args:
+            seq: an open sequence.
+            least_tokens: the number of tokens below which a load is not worth it.
+
+        Returns:
+            A job to run on any thread; None: the tiers have nothing more than the pool.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free.
+        """
+        least = as_int("least_tokens", least_tokens, 1)
+        self._use(seq)
+        num_tokens, keys = self._look_up(seq)
+        num_new = num_tokens - seq.num_computed_tokens
+        if num_new < least:
+            return None
+        lease = self.kv.begin_load(seq, num_tokens, owner="tiers")
+        load = lease.load
+        if load is None:
+            return None
+        ids: list[tuple[int, ...]] = []
+        for group, run in enumerate(load.block_ids):
+            is_state = self._state is not None and group == len(load.block_ids) - 1
+            ids += [tuple(run)] if is_state else [(block_id,) for block_id in run]
+        parts = [Part(key, one) for key, one in zip(keys, ids, strict=True)]
+        job = LoadJob(parts, lease, self.tiers, self._mover, self._block_bytes, num_new)
+        self._loads.append(job)
+        return job
+
+    def finish_load(self, job: LoadJob) -> bool:
+        """End a load: the sequence has the tokens if all of them came. O(num_tokens).
+
+        A load that is not done is given up; its blocks are released either way. A second call
+        changes nothing.
+
+        Returns:
+            Whether the sequence has them.
+        """
+        if job not in self._loads:
+            return False
+        job.cancel()
+        self._loads.remove(job)
+        is_whole = job.is_done and job.has_succeeded and not job.is_stale
+        if is_whole and self.kv.commit_load(job.lease):
+            self.num_loaded_tokens += job.num_tokens
+            for part in reversed(job.parts):  # a prefix outlives what continues it
+                for tier in self.tiers:
+                    tier.touch(part.key)
+            return True
+        job.lease.end()
+        self.num_failed_loads += 1
+        return False
+
+    def _use(self, seq: KVSequence) -> None:
+        """Note in the tiers what a sequence has found in the pool. O(its blocks)."""
+        for number, table in enumerate(seq.tables):
+            for block in reversed(table.blocks):
+                if block.node is not None:
+                    key = key_of(number, node_hash(block.node, table.block_size, _ALGORITHM))
+                    for tier in self.tiers:
+                        tier.touch(key)
+                    if not all(tier.contains(key) for tier in self.tiers):
+                        self._published[block] = None
+
+    def close(self) -> None:
+        """Give up what is under way, close the tiers, and leave the manager. O(blocks)."""
+        self.cancel_stores()
+        for job in [*self._loads]:
+            self.finish_load(job)
+        if self.kv.pool.watcher is self:
+            self.kv.pool.watcher = None
+        for tier in self.tiers:
+            tier.close()
+
+    def _look_up(self, seq: KVSequence) -> tuple[int, list[Key]]:
+        """Return the longest prefix that pool and tiers have, and the keys that a load reads.
+
+        The keys stand in the order of the load's blocks.
+        """
+        computed = seq.num_computed_tokens
+        if seq.namespace_key is None or not self.tiers:
+            return computed, []
+        last = (len(seq.packed) - 1) // self._common * self._common
+        runs: list[_Run] = []
+        for number, table in enumerate(seq.tables):
+            run = _Run(self, seq, number, table.block_size, last)
+            runs.append(run)
+            if not (table.window or table.chunk):
+                last = min(last, run.end_of_first_gap() // self._common * self._common)
+            if last <= computed:
+                return computed, []
+        state = seq.state
+        if state is not None:
+            runs.append(_Run(self, seq, state.number, state.block_size, last))
+        for num_tokens in range(last, computed, -self._common):
+            keys = _keys_of(seq, runs, num_tokens)
+            if keys is not None:
+                return num_tokens, keys
+        return computed, []
+
+
+def _keys_of(seq: KVSequence, runs: Sequence[_Run], num_tokens: int) -> list[Key] | None:
+    """Return the keys of what a load of `num_tokens` tokens takes; None: some are nowhere."""
+    keys: list[Key] = []
+    for run, table in zip(runs, seq.tables, strict=False):
+        first = table.first_loaded(seq.num_computed_tokens, num_tokens)
+        found = run.keys_between(first, num_tokens // table.block_size)
+        if found is None:
+            return None
+        keys += found
+    if seq.state is not None:
+        stop = num_tokens // seq.state.block_size
+        found = runs[-1].keys_between(stop - 1, stop)
+        return None if found is None else keys + found
+    return keys
+
+
+@final
+class _Run:
+    """The copies of one group of a sequence, from its first full block that is not computed."""
+
+    def __init__(
+        self, tiers: TierManager, seq: KVSequence, group: int, block_size: int, last: int
+    ) -> None:
+        self._tiers = tiers.tiers
+        self._seq = seq
+        self._group = group
+        self._size = block_size
+        self._first = seq.num_computed_tokens // block_size
+        self._stop = last // block_size
+        self._keys: list[Key] = []  # of the blocks from `_first` on, as far as it was asked
+        self._parent = self._hash_before()
+
+    def _hash_before(self) -> bytes:
+        """Return the hash before the first block: from its node, or from the tokens."""
+        seq, first = self._seq, self._first
+        if first and self._group < len(seq.tables):
+            table = seq.tables[self._group]
+            node = table.blocks[first - 1].node if first <= len(table.blocks) else None
+            if node is not None:
+                return node_hash(node, self._size, _ALGORITHM)
+        key = seq.namespace_key or b""
+        chain = HashChain(key, self._size, _ALGORITHM)
+        return chain.hashes(seq.packed, first, seq.items)[-1] if first else digest(key, _ALGORITHM)
+
+    def end_of_first_gap(self) -> int:
+        """Return the number of tokens before the first block that no tier has. O(blocks found)."""
+        place = self._first
+        while place < self._stop and self._has(place):
+            place += 1
+        return place * self._size
+
+    def keys_between(self, first: int, stop: int) -> list[Key] | None:
+        """Return the keys of blocks `first` to `stop - 1`; None: one of them is nowhere."""
+        for place in range(stop - 1, first - 1, -1):
+            if not self._has(place):
+                return None
+        return self._keys[first - self._first : stop - self._first]
+
+    def _has(self, place: int) -> bool:
+        key = self._key(place)
+        return any(tier.contains(key) for tier in self._tiers)
+
+    def _key(self, place: int) -> Key:
+        """Return the key of a block; those before it are computed as well. O(new tokens)."""
+        missing = place - self._first + 1 - len(self._keys)
+        if missing > 0:
+            begin = self._first + len(self._keys)
+            contents = block_contents(
+                self._seq.packed, self._seq.items, begin, place + 1, self._size
+            )
+            for block_hash in hashes_after(self._parent, contents, self._size, _ALGORITHM):
+                self._keys.append(key_of(self._group, block_hash))
+                self._parent = block_hash
+        return self._keys[place - self._first]

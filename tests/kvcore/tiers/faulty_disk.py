@@ -1,0 +1,128 @@
+"""A disk that fails in every way that disks do, one operation at a time, and counts its bytes."""
+
+import errno
+
+from kvcore.tiers import TierError
+
+WRITES = ("torn", "lost", "late", "repeated", "stale", "corrupted", "short", "full", "gone")
+READS = ("failed", "corrupted", "short", "stale")
+
+
+class BrokenError(AssertionError):
+    """A property does not hold; the message begins with its number."""
+
+
+class FaultyDisk:
+    """Segments in memory. It outlives the process that uses it.
+
+    `write_faults` and `read_faults` say what becomes of the next operations; None: they succeed.
+    """
+
+    def __init__(self):
+        self.files = {}
+        self.write_faults = []
+        self.read_faults = []
+        self.late = []
+        self.capacity = None
+        self.is_gone = self.is_taken = self.is_undeletable = False
+        self.num_moved = 0
+
+    def start(self):
+        if self.is_taken:
+            raise TierError("disk tier: in use by another process")
+        self.is_taken = True
+
+    def close(self):
+        self.is_taken = False
+
+    def sizes(self):
+        self._check_there()
+        return {number: len(data) for number, data in self.files.items()}
+
+    def write(self, number, offset, pieces):
+        self._check_there()
+        data = b"".join(pieces)
+        fault = self.write_faults.pop(0) if self.write_faults else None
+        if fault == "gone":
+            self.is_gone = True
+            self._check_there()
+        half = data[: len(data) // 2]
+        if fault in ("torn", "full"):
+            self._put(number, offset, half)
+            raise OSError(errno.EIO if fault == "torn" else errno.ENOSPC, fault)
+        if fault in ("late", "lost"):
+            self._put(number, offset, bytes(len(data)))
+        elif fault == "short":
+            self._put(number, offset, half)
+        elif fault == "corrupted" and len(data) > 3:
+            spot = len(data) - 3
+            self._put(number, offset, data[:spot] + bytes([data[spot] ^ 4]) + data[spot + 1 :])
+        elif fault == "stale":  # what stood in these places of the device before
+            older = b"".join(self.files.values())[-len(data) :]
+            self._put(number, offset, older.ljust(len(data), b"\0"))
+        else:
+            self._put(number, offset, data)
+        if fault in ("late", "repeated"):
+            self.late.append((number, offset, data))
+
+    def land(self):
+        """Carry out what is late, and again what is repeated, where the file still is."""
+        for number, offset, data in self.late:
+            if offset + len(data) <= len(self.files.get(number, b"")):
+                self._put(number, offset, data)
+        self.late = []
+
+    def read(self, number, offset, length):
+        self._check_there()
+        if number not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "no such segment")
+        data = bytes(self.files[number][offset : offset + length])
+        fault = self.read_faults.pop(0) if self.read_faults else None
+        if fault == "failed":
+            raise OSError(errno.EIO, fault)
+        if fault == "corrupted" and len(data) > 3:
+            spot = len(data) - 3
+            return data[:spot] + bytes([data[spot] ^ 4]) + data[spot + 1 :]
+        if fault == "short":
+            return data[: len(data) // 2]
+        if fault == "stale":
+            others = [file for other, file in self.files.items() if other != number]
+            return bytes(others[0][offset : offset + length]) if others else data
+        return data
+
+    def cut(self, number, size):
+        self._check_there()
+        if number not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "no such segment")
+        del self.files[number][size:]
+
+    def delete(self, number):
+        self._check_there()
+        if self.is_undeletable:
+            raise OSError(errno.EPERM, "not permitted")
+        if number not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "no such segment")
+        del self.files[number]
+
+    def lose_power(self, num_bytes):
+        """The end of what was written last is missing, and what is late never comes."""
+        self.late = []
+        if self.files:
+            last = self.files[max(self.files)]
+            del last[max(0, len(last) - num_bytes) :]
+
+    @property
+    def total(self):
+        return sum(map(len, self.files.values()))
+
+    def _put(self, number, offset, data):
+        file = self.files.setdefault(number, bytearray())
+        file.extend(bytes(max(0, offset - len(file))))
+        file[offset : offset + len(data)] = data
+        self.num_moved += len(data)
+        if self.capacity is not None and self.total > self.capacity:
+            raise BrokenError(f"P39: {self.total} bytes on a disk tier of {self.capacity}")
+
+    def _check_there(self):
+        if self.is_gone:
+            raise FileNotFoundError(errno.ENOENT, "the folder is gone")

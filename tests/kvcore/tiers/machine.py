@@ -1,0 +1,450 @@
+"""A manager with tiers on a faulty disk, against a ghost that knows what every block must hold.
+
+The ghost computes the true bytes of a block from its prefix, namespace, group and weights, and the
+key of a copy from `kvcore.block_hashes`, which knows nothing of tiers. It looks at every payload
+that enters or leaves a tier, at every block that a load has filled, and at every hit.
+"""
+
+import sys
+
+import xxhash
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import kvcore
+from kvcore import tiers
+from tests.kvcore.tiers.faulty_disk import READS, WRITES, BrokenError, FaultyDisk
+
+SIZE = 2  # tokens a block
+NUM_BYTES = 16  # of a block
+GROUPS = (
+    None,
+    (kvcore.FullAttention(), kvcore.SlidingWindow(window=5)),
+    (kvcore.SlidingWindow(window=3), kvcore.SlidingWindow(window=6, block_size=4)),
+    (kvcore.FullAttention(), kvcore.RecurrentState(2)),
+)
+SALTS = (b"", b"tenant")
+WEIGHTS = ("a", "a", "a", "b")
+NUM_BLOCKS = 20
+
+
+def prompt(length, fork):
+    """A prompt of one family: all begin alike, and part at `fork`."""
+    return [int(place >= fork) * (fork + 1) for place in range(length)]
+
+
+PROMPTS = st.builds(prompt, st.integers(5, 15), st.sampled_from([0, 1, 4, 15]))
+
+
+def truth(*about):
+    return xxhash.xxh3_128_digest(repr(about).encode())
+
+
+class Memory:
+    """The blocks of the device."""
+
+    def __init__(self, num_blocks):
+        self.blocks = [bytes(NUM_BYTES)] * num_blocks
+
+    meanwhile = None
+
+    def read_block(self, block_id):
+        data, meanwhile, self.meanwhile = self.blocks[block_id], self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()  # on another thread
+        return data
+
+    def write_block(self, block_id, data):
+        self.blocks[block_id] = bytes(data)
+
+
+class Watched:
+    """A tier, and the ghost beside it."""
+
+    def __init__(self, tier, machine):
+        self.tier, self.machine = tier, machine
+        self.name, self.stats = tier.name, tier.stats
+
+    def __getattr__(self, name):
+        return getattr(self.tier, name)
+
+    def put(self, key, payload, priority, epoch):
+        wanted = self.machine.true_payloads.get(key)
+        if wanted is None:
+            raise BrokenError("P37: stored under a key that no prefix of this namespace has")
+        if bytes(payload) != wanted:
+            raise BrokenError("P38: stored after its block was reused, or before it was written")
+        is_old = epoch != self.tier.epoch
+        is_kept = self.tier.put(key, payload, priority, epoch)
+        if is_old and is_kept and key not in self.machine.since_clear:
+            raise BrokenError("P38: a store of before a reset came late, and is found")
+        if is_kept:
+            self.machine.since_clear.add(key)
+        return is_kept
+
+    def get(self, key, length):
+        is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()
+        payload = self.tier.get(key, length)
+        if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
+            raise BrokenError("P37: a tier served other bytes than this prefix has")
+        if payload is not None and key not in self.machine.since_clear:
+            raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
+        if payload is None and is_there and self.tier.stats.faults.total() == faults:
+            raise BrokenError("P37: a record was not served, and that is not counted")
+        return payload
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Prompts, stores, loads, resets, crashes and faults, in any order."""
+
+    disk_tier = tiers.DiskTier
+    host_tier = tiers.HostTier
+    tier_manager = tiers.TierManager
+
+    @initialize(
+        groups=st.sampled_from(GROUPS),
+        host=st.booleans(),
+        records=st.integers(1, 3),
+        segments=st.sampled_from([9, 14]),
+    )
+    def begin(self, groups, host, records, segments):
+        self.groups, self.has_host = groups, host
+        pieces = getattr(groups[-1], "num_blocks", 1) if groups else 1
+        self.segment_bytes = 32 + records * (128 + NUM_BYTES * pieces)
+        self.capacity = segments * self.segment_bytes
+        self.disk = FaultyDisk()
+        self.ever_stored = {}  # weights -> keys that a disk may serve
+        self.start("a", self.capacity)
+
+    def start(self, weights, capacity):
+        self.weights = weights
+        self.kv = kvcore.KVCacheManager(NUM_BLOCKS, SIZE, groups=self.groups)
+        self.memory = Memory(NUM_BLOCKS)
+        self.true_payloads = {}
+        self.since_clear = self.ever_stored.setdefault(weights, set())
+        self.loads, self.stores, self.namespaces = [], [], {}
+        self.disk.capacity = None
+        chosen = [
+            self.disk_tier("", capacity, segment_bytes=self.segment_bytes, segments=self.disk)
+        ]
+        if self.has_host:
+            chosen.insert(0, self.host_tier(12 * (512 + 2 * NUM_BYTES)))
+        self.tiers = self.tier_manager(
+            self.kv,
+            [Watched(tier, self) for tier in chosen],
+            self.memory,
+            block_bytes=NUM_BYTES,
+            meaning={"weights": weights},
+            max_store_blocks=8,
+        )
+        if self.disk.total > capacity:
+            raise BrokenError(
+                f"P39: {self.disk.total} bytes on a disk tier of {capacity} at its start"
+            )
+        self.disk.capacity = capacity
+
+    # What a block must hold
+
+    def register(self, tokens, namespace):
+        """The true payload of every key of a prompt."""
+        for number, group in enumerate(self.kv.groups):
+            size = group.block_size
+            hashes = kvcore.block_hashes(tokens, size, namespace=namespace, algorithm="sha256")
+            for place, block_hash in enumerate(hashes):
+                prefix = tuple(tokens[: (place + 1) * size])
+                pieces = getattr(group, "num_blocks", 1)
+                payload = b"".join(
+                    [self.bytes_of(namespace, number, prefix, piece) for piece in range(pieces)]
+                )
+                self.true_payloads[number.to_bytes(4, "little") + block_hash] = payload
+
+    def bytes_of(self, namespace, group, prefix, piece=0):
+        return truth(self.weights, namespace.salt, group, prefix, piece)
+
+    def check_blocks(self, seq, what):
+        """Every full block that later queries see holds what its prefix has."""
+        computed = seq.num_computed_tokens
+        for number, table in enumerate(seq.tables):
+            for place in range(table.first_kept(computed), computed // table.block_size):
+                prefix = tuple(seq.packed[: (place + 1) * table.block_size])
+                wanted = self.bytes_of(self.namespaces[seq], number, prefix)
+                if self.memory.blocks[table.block_ids[place]] != wanted:
+                    raise BrokenError(what)
+        state = seq.state
+        if state is not None and computed and state.read:
+            prefix = tuple(seq.packed[:computed])
+            for piece, block in enumerate(state.read):
+                wanted = self.bytes_of(self.namespaces[seq], state.number, prefix, piece)
+                if self.memory.blocks[block.block_id] != wanted:
+                    raise BrokenError(what)
+
+    def open_sequence(self, tokens, salt):
+        namespace = kvcore.Namespace(salt=salt)
+        self.register(tokens, namespace)
+        seq = self.kv.open(tokens, namespace=namespace)
+        self.namespaces[seq] = namespace
+        self.check_blocks(seq, "P40: the cache has other bytes than this prefix")
+        return seq
+
+    def compute(self, seq):
+        """Run the passes of a prompt; False: there is no room."""
+        while seq.num_computed_tokens < seq.num_tokens:
+            start = seq.num_computed_tokens
+            count = self.kv.chunk_length(seq, seq.num_tokens - start)
+            try:
+                self.kv.reserve(seq, count)
+            except kvcore.OutOfBlocksError:
+                if not self.tiers.cancel_stores():
+                    return False
+                self.stores = []
+                continue
+            end, namespace = start + count, self.namespaces[seq]
+            for number, table in enumerate(seq.tables):
+                for place in range(start // table.block_size, end // table.block_size):
+                    prefix = tuple(seq.packed[: (place + 1) * table.block_size])
+                    held = self.bytes_of(namespace, number, prefix)
+                    self.memory.blocks[table.block_ids[place]] = held
+            if seq.state is not None:
+                prefix = tuple(seq.packed[:end])
+                for piece, block in enumerate(seq.state.write):
+                    held = self.bytes_of(namespace, seq.state.number, prefix, piece)
+                    self.memory.blocks[block.block_id] = held
+            self.kv.commit(seq, count)
+        return True
+
+    # Rules
+
+    @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS), stores=st.booleans())
+    def serve(self, tokens, salt, stores):
+        """Open, load what there is, compute the rest, close; perhaps store at once."""
+        seq = self.open_sequence(tokens, salt)
+        found = self.tiers.find(seq)
+        job = self.begin_load(seq)
+        if job is not None:
+            self.run(job)
+            is_loaded = self.tiers.finish_load(job)
+            if is_loaded and seq.num_computed_tokens != found.num_tokens:
+                raise BrokenError("P38: a load brought other tokens than were found")
+            if is_loaded:
+                self.check_blocks(seq, "P38: a load is counted as done before its bytes are there")
+        self.compute(seq)
+        self.kv.close(seq)
+        if stores:
+            self.store_all(seq)
+
+    def store_all(self, seq):
+        """Store what is published; on a sound disk every block of a prompt is there then."""
+        disk = self.tiers.tiers[-1].tier
+        before, is_cached = disk.stats.num_evicted, self.kv.enable_caching
+        while (job := self.tiers.begin_store()) is not None:
+            self.stores.append(job)
+            while self.stores:
+                self.end_store(0, runs=True)
+        is_whole = seq.num_computed_tokens == seq.num_tokens
+        if not (self.was_sound and is_cached and is_whole and before == disk.stats.num_evicted):
+            return
+        namespace = self.namespaces[seq]
+        tokens = seq.packed.tolist()
+        for number, table in enumerate(seq.tables):
+            if table.window or table.chunk:  # what has left the window is not stored again
+                continue
+            for block_hash in kvcore.block_hashes(
+                tokens, table.block_size, namespace=namespace, algorithm="sha256"
+            ):
+                key = number.to_bytes(4, "little") + block_hash
+                if not disk.contains(key):
+                    raise BrokenError("P24: a prompt was stored, and a tier does not have it")
+
+    @rule(forks=st.lists(st.integers(0, 9), min_size=2, max_size=4))
+    def churn(self, forks):
+        """Other prompts take the blocks; theirs are stored too."""
+        for fork in forks:
+            self.serve(prompt(15, fork % 5), SALTS[fork // 5], stores=True)
+
+    @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS))
+    def wait_for_a_load(self, tokens, salt):
+        """Open and begin to load; the rest comes later."""
+        if len(self.loads) < 2:
+            seq = self.open_sequence(tokens, salt)
+            job = self.begin_load(seq)
+            if job is None:
+                self.kv.close(seq)
+            else:
+                self.loads.append((seq, job))
+
+    @rule(index=st.integers(0, 1), runs=st.booleans(), closes=st.booleans(), twice=st.booleans())
+    def end_load(self, index, runs, closes, twice):
+        """A load ends: done or given up, its request still there or not."""
+        if index < len(self.loads):
+            self.end(*self.loads.pop(index), runs, closes, twice)
+
+    def end(self, seq, job, runs, closes, twice):
+        if runs:
+            self.run(job)
+        if closes:
+            self.kv.close(seq)
+        before = seq.num_computed_tokens
+        is_loaded = self.tiers.finish_load(job)
+        if is_loaded and (closes or not runs):
+            raise BrokenError("P38: a load joined without its bytes, or a request that has gone")
+        if not is_loaded and seq.num_computed_tokens != before:
+            raise BrokenError("P38: a load that failed left a trace")
+        if job.lease.is_active:
+            raise BrokenError("P41: a load has ended and still holds its blocks")
+        if not runs:
+            self.run_too_late(job)
+        if twice and self.tiers.finish_load(job):
+            raise BrokenError("P38: a second completion changed something")
+        if not closes:
+            if is_loaded:
+                self.check_blocks(seq, "P38: a load is counted as done before its bytes are there")
+            self.go_on(seq)
+
+    def go_on(self, seq):
+        """Compute what a load has not brought, and close."""
+        if seq.namespace_key is not None or not seq.num_computed_tokens:
+            self.compute(seq)
+        self.kv.close(seq)
+
+    def run_too_late(self, job):
+        """A load runs after it was given up: it must touch no block, they may be another's."""
+        blocks = [*self.memory.blocks]
+        self.run(job)
+        if blocks != self.memory.blocks:
+            raise BrokenError("P38: a load that was given up wrote to blocks")
+
+    @rule(runs=st.booleans())
+    def store(self, runs):
+        job = self.tiers.begin_store()
+        if job is not None:
+            self.stores.append(job)
+            if runs:
+                self.run(job)
+
+    @rule(index=st.integers(0, 1), runs=st.booleans())
+    def end_store(self, index, runs):
+        if index < len(self.stores):
+            job = self.stores.pop(index)
+            if runs and not job.is_done:
+                self.run(job)
+            self.tiers.finish_store(job)
+            if job.lease.is_active:
+                raise BrokenError("P41: a store has ended and still holds its blocks")
+            if not job.is_done:
+                self.run(job)  # too late: it may store nothing that its blocks do not hold
+
+    @rule()
+    def reset(self):
+        """Weights that changed, say: nothing of before may come back."""
+        self.since_clear.clear()
+        self.kv.reset()
+        if any(tier.stats.num_records for tier in self.tiers.tiers):
+            raise BrokenError("P37: a tier has copies after a reset")
+
+    @rule()
+    def reset_while_it_stores(self):
+        self.memory.meanwhile = self.reset
+        self.store(runs=True)
+        self.memory.meanwhile = None
+
+    @rule(tokens=PROMPTS)
+    def a_transfer_turns_out_bad(self, tokens):
+        """KV from elsewhere was wrong: nothing that was computed from it may be served."""
+        seq = self.open_sequence(tokens, b"")
+        self.compute(seq)
+        if seq.num_computed_tokens >= SIZE and seq.namespace_key is not None:
+            self.kv.fail_load(seq, 0)
+            self.since_clear.clear()
+        self.kv.close(seq)
+
+    @rule(
+        kind=st.sampled_from(["closed", "killed", "power"]),
+        weights=st.sampled_from(WEIGHTS),
+        share=st.sampled_from([1, 1, 1, 2]),
+        lost=st.integers(0, 400),
+    )
+    def restart(self, kind, weights, share, lost):
+        """The process ends, in order or not, and another begins on the same disk."""
+        found = {*self.tiers.tiers[-1].tier._index}
+        if kind == "closed":
+            self.finish_all()
+            self.tiers.close()
+        self.disk.is_taken = False
+        if kind == "power":
+            self.disk.lose_power(lost)
+        is_sound = kind != "power" and not self.disk.late and self.was_sound
+        is_same = share == 1 and weights == self.weights
+        self.disk.write_faults, self.disk.read_faults = [], []
+        capacity = self.capacity if share == 1 else 8 * self.segment_bytes
+        self.disk.is_undeletable = False
+        if self.disk.is_gone:
+            self.disk.files, self.disk.is_gone = {}, False
+        self.start(weights, capacity)
+        again = {*self.tiers.tiers[-1].tier._index}
+        if is_sound and is_same and not found <= again:
+            raise BrokenError("P24: a restart has lost records that were whole")
+        self.was_sound = True
+
+    was_sound = True
+
+    @rule(
+        writes=st.lists(st.sampled_from(WRITES), max_size=2),
+        reads=st.lists(st.sampled_from(READS), max_size=2),
+        undeletable=st.sampled_from([False, False, True]),
+        lands=st.booleans(),
+    )
+    def the_disk_misbehaves(self, writes, reads, undeletable, lands):
+        self.disk.write_faults, self.disk.read_faults = writes, reads
+        self.disk.is_undeletable = undeletable
+        self.was_sound = False
+        if lands:
+            self.disk.land()
+
+    @rule(shift=st.integers(1, 3), cut=st.integers(0, 200))
+    def another_process_leaves_files(self, shift, cut):
+        """A copy of a segment under another number, cut somewhere; found at the next start."""
+        if self.disk.files:
+            number = max(self.disk.files)
+            copied = bytearray(self.disk.files[number])
+            self.restart("killed", self.weights, 1, 0)
+            self.disk.files[number + shift] = copied[: len(copied) - cut]
+            self.disk.is_taken = False
+            self.start(self.weights, self.capacity)
+
+    def begin_load(self, seq):
+        try:
+            return self.tiers.begin_load(seq)
+        except kvcore.OutOfBlocksError:
+            return None
+
+    def run(self, job):
+        moved = self.disk.num_moved
+        job.run()
+        most = (len(job.parts) + 1) * 6 * (self.capacity // 8)
+        if self.disk.num_moved - moved > most:
+            raise BrokenError("P39: one job rewrote more segments than its records could need")
+
+    def finish_all(self):
+        for seq, job in self.loads:
+            self.tiers.finish_load(job)
+            self.kv.close(seq)
+        for job in self.stores:
+            self.tiers.finish_store(job)
+        self.loads, self.stores = [], []
+
+    @invariant()
+    def every_block_is_accounted_for(self):
+        kvcore.check(self.kv)
+        host = self.tiers.tiers[0].tier
+        if self.has_host:
+            held = sum(512 + len(payload) for payload, _ in host._entries.values())
+            if held > host.stats.capacity_bytes or held != host.stats.used_bytes:
+                raise BrokenError("P39: the host tier has more bytes than it may, or counts others")
+
+    def teardown(self):
+        if hasattr(self, "tiers") and sys.exc_info()[0] is None:
+            self.finish_all()
+            self.tiers.cancel_stores()
+            if self.kv.leases.active or self.kv.num_free_blocks != self.kv.num_usable_blocks:
+                raise BrokenError("P41: all requests have ended, and blocks are still held")
+            self.tiers.close()

@@ -1,0 +1,280 @@
+"""Tiers with one bug each, every bug one that an engine has shipped, or might.
+
+The threads beside them are those in which the bug was reported. Each is an edit of one function,
+and the property that must be seen broken.
+"""
+
+from kvcore.tiers import disk, host, jobs, record, tier_manager
+
+PLANTED = {}  # by name: the properties, the story in which it shows, and the edit
+
+
+def plant(name, prop, *edit):
+    PLANTED[name] = prop, *edit
+
+
+# A record is what it says or a miss.
+
+# LMCache/LMCache#4492, #4463: after a restart 38 of 38 answers are corrupt.
+plant("index_takes_the_first_of_two_records", "P37", "faulty_reads", disk.DiskTier, "_read",
+      "fault = fault_of(data, header)", "fault = None")  # fmt: skip
+# vllm#54363, #57912: a flipped bit is served, because there is no checksum.
+plant(
+    "payload_has_no_checksum",
+    "P37",
+    "faulty_reads",
+    record,
+    "fault_of",
+    'return None if checksum_of(payload) == wanted.checksum else "corrupted"',
+    "return None",
+)
+# vllm#55904, #55191: files are used again under other weights or another layout.
+plant(
+    "meaning_is_not_looked_at",
+    "P37",
+    "other_weights",
+    disk.DiskTier,
+    "_scan_segment",
+    "if header.meaning != self._meaning:",
+    "if False:",
+)
+plant(
+    "meaning_is_always_the_same",
+    "P37",
+    "other_weights",
+    record,
+    "meaning_of",
+    "value = fields[name]",
+    'value = "x"',
+)
+# sglang#37160, ai-dynamo/dynamo#11571: salts are ignored below the GPU.
+plant(
+    "salts_are_left_out_of_the_key",
+    "P37 P38",
+    "restarts",
+    tier_manager._Run,
+    "_hash_before",
+    'key = seq.namespace_key or b""',
+    'key = b"KVN1"',
+)
+# vllm#52234: a stale block id returns the answer to the previous prompt.
+plant(
+    "copies_are_found_by_block_id",
+    "P37",
+    "restarts",
+    tier_manager.TierManager,
+    "_part",
+    "node_hash(first.node, size, _ALGORITHM)",
+    'first.block_id.to_bytes(32, "little")',
+)
+plant(
+    "groups_share_their_keys",
+    "P37 P38",
+    "restarts",
+    record,
+    "key_of",
+    'group.to_bytes(4, "little")',
+    "bytes(4)",
+)
+# sglang#39830: a tier serves what was there before the weights changed.
+plant(
+    "a_reset_leaves_the_files_as_they_are",
+    "P37",
+    "resets",
+    disk.DiskTier,
+    "clear",
+    "for number in [*self._segments]:",
+    "for number in ():",
+)
+plant(
+    "a_reset_leaves_host_memory_as_it_is",
+    "P37",
+    "resets",
+    host.HostTier,
+    "clear",
+    "self._entries = {}",
+    "pass",
+)
+plant(
+    "tiers_do_not_hear_of_bad_transfers",
+    "P37",
+    "resets",
+    tier_manager.TierManager,
+    "cleared",
+    "tier.clear()",
+    "pass",
+)
+# raullenchai/Rapid-MLX#187: what a crash has left is not counted, so it is not seen either.
+plant(
+    "misses_are_not_counted",
+    "P37",
+    "faulty_reads",
+    disk.DiskTier,
+    "_read",
+    "self.stats.faults[fault] += 1",
+    "pass",
+)
+
+# A copy is there when it is there.
+
+# sglang#27504, vllm#45704: a block is reused while it is copied.
+plant(
+    "stores_hold_no_blocks",
+    "P38",
+    "late_stores",
+    tier_manager.TierManager,
+    "begin_store",
+    'self.kv.leases.begin([*blocks], "store", "tiers", None)',
+    'self.kv.leases.begin([], "store", "tiers", None)',
+)
+plant(
+    "stores_go_on_after_a_reset",
+    "P38",
+    "resets",
+    disk.DiskTier,
+    "put",
+    "if epoch != self.epoch or not",
+    "if not",
+)
+# vllm#32255: a load goes on into blocks that another request has.
+plant(
+    "jobs_go_on_when_they_are_given_up",
+    "P38",
+    "waits",
+    jobs._Job,
+    "cancel",
+    "self._is_cancelled = True",
+    "pass",
+)
+plant(
+    "loads_count_when_they_are_sent",
+    "P38",
+    "faulty_reads",
+    tier_manager.TierManager,
+    "finish_load",
+    "job.is_done and job.has_succeeded",
+    "True",
+)
+# vllm#50754: a load of which a part is missing counts as whole.
+plant(
+    "loads_may_lack_a_part",
+    "P38",
+    "faulty_reads",
+    jobs.LoadJob,
+    "run",
+    "all(map(self._load, self.parts))",
+    "any([self._load(part) for part in self.parts])",
+)
+plant(
+    "pieces_of_a_state_are_all_the_first",
+    "P38",
+    "restarts",
+    jobs.LoadJob,
+    "_load",
+    "payload[number * size : (number + 1) * size]",
+    "payload[:size]",
+)
+
+# Bytes are bounded.
+
+# vllm#52784: no code path ever deletes a file.
+plant(
+    "segments_are_never_deleted",
+    "P39",
+    "restarts",
+    disk.DiskTier,
+    "_make_room",
+    "if self.stats.used_bytes + size <= limit:",
+    "if True:",
+)
+# vllm#54779: the capacity is forgotten at a restart.
+plant(
+    "capacity_is_forgotten_at_a_restart",
+    "P39",
+    "fills_up",
+    disk.DiskTier,
+    "_scan",
+    "if self.stats.used_bytes <= self.stats.capacity_bytes:",
+    "if True:",
+)
+plant(
+    "a_restart_counts_nothing",
+    "P39",
+    "restarts",
+    disk.DiskTier,
+    "_scan",
+    "sum([segment.size for segment in self._segments.values()])",
+    "0",
+)
+# kvcache-ai/mooncake#3741: writes over the quota.
+plant(
+    "half_a_write_is_not_counted",
+    "P39",
+    "half_writes",
+    disk.DiskTier,
+    "_write",
+    "self._files.cut(number, segment.size)",
+    "pass",
+)
+plant(
+    "host_memory_is_counted_without_its_keys",
+    "P39",
+    "restarts",
+    host.HostTier,
+    "_drop",
+    "len(payload) + ENTRY_BYTES",
+    "len(payload) + 2 * ENTRY_BYTES",
+)
+
+# Every wait ends.
+
+# LMCache/LMCache#1034, #3770: pins that nothing takes back.
+plant(
+    "stores_keep_their_blocks",
+    "P41",
+    "restarts",
+    tier_manager.TierManager,
+    "finish_store",
+    "job.lease.end()",
+    "pass",
+)
+plant(
+    "loads_that_fail_keep_their_blocks",
+    "P41",
+    "faulty_reads",
+    tier_manager.TierManager,
+    "finish_load",
+    "job.lease.end()",
+    "pass",
+)
+
+# What is written is found.
+
+# eugr/spark-vllm-docker#373: 502 GB written, nothing ever read. vllm#47636: keys of one process.
+plant(
+    "records_end_the_scan",
+    "P24",
+    "restarts",
+    disk.DiskTier,
+    "_scan_segment",
+    "offset += RECORD_BYTES + header.length",
+    "break",
+)
+plant(
+    "a_full_tier_keeps_nothing",
+    "P24",
+    "restarts",
+    disk.DiskTier,
+    "_make_room",
+    "self._evict(size)",
+    "return False",
+)
+plant(
+    "a_used_prefix_is_not_stored_again",
+    "P24",
+    "late_stores",
+    tier_manager.TierManager,
+    "_use",
+    "self._published[block] = None",
+    "pass",
+)

@@ -1,0 +1,158 @@
+"""The machine of tiers is itself checked: every planted bug is caught by the property it breaks.
+
+Each is hunted with the rules of the machine, in stories that a tier meets in its life.
+"""
+
+import pytest
+
+import kvcore
+from tests.kvcore.sabotage.registry import _with_edit
+from tests.kvcore.tiers.faulty_disk import READS, WRITES, BrokenError
+from tests.kvcore.tiers.machine import GROUPS, SALTS, TierMachine, prompt
+from tests.kvcore.tiers.planted import PLANTED
+
+
+def come_back(life, weights="a", kind="killed", share=1):
+    life.restart(kind, weights, share, 0)
+    for salt in SALTS:
+        life.serve(prompt(15, 0), salt, stores=True)
+        life.serve(prompt(12, 4), salt, stores=False)
+
+
+def restarts(life):
+    life.churn([0, 4, 5])
+    come_back(life)
+    life.churn([1, 2, 3, 6])
+    come_back(life, kind="closed")
+
+
+def other_weights(life):
+    life.churn([0, 4, 5])
+    come_back(life, weights="b")
+    come_back(life, weights="a")
+
+
+def faulty_writes(life):
+    for kind in WRITES[:-1]:
+        life.the_disk_misbehaves([None, kind, None, kind], [], False, False)
+        life.churn([0, 4])
+        come_back(life)
+        life.disk.land()
+        come_back(life)
+
+
+def faulty_reads(life):
+    for kind in READS:
+        life.churn([0, 4, 5])
+        life.restart("killed", "a", 1, 0)
+        life.the_disk_misbehaves([], [None, kind, None, kind], False, False)
+        life.churn([0, 5])
+
+
+def resets(life):
+    for runs in (False, True):
+        life.churn([0, 5])
+        life.serve(prompt(15, 3), b"", stores=False)
+        life.store(runs)
+        life.reset()
+        life.end_store(0, runs=True)
+        life.serve(prompt(15, 3), b"", stores=False)
+        life.serve(prompt(15, 0), b"", stores=False)
+        life.reset_while_it_stores()
+        life.serve(prompt(15, 3), b"", stores=False)
+        come_back(life)
+
+
+def bad_transfers(life):
+    life.churn([0, 4])
+    life.a_transfer_turns_out_bad(prompt(12, 0))
+    life.serve(prompt(15, 0), b"", stores=False)
+    come_back(life)
+
+
+def waits(life):
+    for number in range(8):
+        life.churn([0, 4])
+        life.restart("killed", "a", 1, 0)
+        life.wait_for_a_load(prompt(15, 0), b"")
+        life.end_load(0, runs=number & 1, closes=number & 2, twice=number & 4)
+
+
+def late_stores(life):
+    for runs in (False, True):
+        life.serve(prompt(15, 0), b"", stores=False)
+        life.store(runs=False)
+        for fork in (1, 2, 3, 4):
+            life.serve(prompt(15, fork), b"tenant", stores=False)
+        life.end_store(0, runs)
+        life.churn([0])
+
+
+def fills_up(life):
+    life.churn([0, 1, 2, 3])
+    life.churn([5, 6, 7, 8])
+    life.the_disk_misbehaves(["torn", None, "torn", "full"], [], False, False)
+    life.churn([0, 1, 2, 3])
+    come_back(life)
+    life.churn([4, 6, 7, 8])
+    come_back(life, share=2)
+    life.churn([0, 1, 2, 3])
+
+
+def half_writes(life):
+    for _ in range(12):
+        life.churn([0, 1, 2, 3])
+        life.the_disk_misbehaves(["torn", None, None, None] * 9, [], False, False)
+        life.churn([5, 6, 7, 8])
+
+
+def keeps_what_is_used(life):
+    life.serve(prompt(15, 0), b"", stores=True)
+    for fork in (1, 2, 3, 4, 1, 2, 3, 4):
+        life.serve(prompt(5, 0), b"", stores=True)
+        life.serve(prompt(9, fork), b"tenant", stores=True)
+        life.serve(prompt(5, 0), b"", stores=True)
+
+
+STORIES = (  # the short ones find most
+    restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
+    fills_up, half_writes, keeps_what_is_used,
+)  # fmt: skip
+
+
+def lives(stories):
+    for story in stories:
+        for number, groups in enumerate(GROUPS):
+            yield story, groups, number & 1, 1, 9
+            yield story, groups, not number & 1, 3, 14
+
+
+def hunt(stories):
+    """Live through stories; return the property that is broken first, or None."""
+    for story, *world in lives(stories):
+        life = TierMachine()
+        try:
+            life.begin(*world)
+            story(life)
+            life.every_block_is_accounted_for()
+            life.finish_all()
+            life.teardown()
+        except BrokenError as error:
+            return str(error).partition(":")[0]
+        except kvcore.InvariantError as error:
+            return error.prop
+    return None
+
+
+def test_nothing_is_broken_where_no_bug_is_planted():
+    assert hunt(STORIES) is None
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_of_tiers_is_caught_for_the_right_reason(name):
+    properties, story, owner, function, old, new = PLANTED[name]
+    original = getattr(owner, function)
+    code = _with_edit(name, original, old, new).__code__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(original, "__code__", code)
+        assert hunt([globals()[story]]) in properties.split()

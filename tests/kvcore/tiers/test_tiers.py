@@ -1,0 +1,178 @@
+"""Tiers on real files: rights, the lock, versions, corrupted bytes, a killed process."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcore
+from kvcore import tiers
+from kvcore.tiers import record
+
+NUM_BYTES = 4096
+MEANING = tiers.meaning_of({"weights": "a"})
+
+
+def payload_of(number):
+    return memoryview(number.to_bytes(8, "little") * (NUM_BYTES // 8))
+
+
+def key(number):
+    return tiers.key_of(0, number.to_bytes(32, "little"))
+
+
+def open_tier(path, capacity=1 << 20):
+    tier = tiers.DiskTier(path, capacity)
+    tier.start(MEANING, NUM_BYTES)
+    return tier
+
+
+def test_a_restart_finds_what_was_stored(tmp_path):
+    tier = open_tier(tmp_path)
+    assert all(tier.put(key(number), payload_of(number), 0, 0) for number in range(50))
+    tier.close()
+    again = open_tier(tmp_path)
+    assert all(again.get(key(number), NUM_BYTES) == payload_of(number) for number in range(50))
+
+
+def test_files_are_for_their_owner_alone(tmp_path):
+    tier = open_tier(tmp_path / "new" / "folder")
+    tier.put(key(1), payload_of(1), 0, 0)
+    folder = tmp_path / "new" / "folder" / "kvcore-tier"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_a_folder_has_one_process_at_a_time(tmp_path):
+    first = open_tier(tmp_path)
+    with pytest.raises(tiers.TierError, match="is in use by another process"):
+        open_tier(tmp_path)
+    first.close()
+    open_tier(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["a file", "a folder that cannot be made"])
+def test_a_path_that_cannot_be_used_is_refused_in_one_line(tmp_path, name):
+    (tmp_path / "file").write_bytes(b"")
+    path = tmp_path / "file" if name == "a file" else tmp_path / "file" / "below"
+    with pytest.raises(tiers.TierError, match="cannot be used") as error:
+        open_tier(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_another_version_is_refused(tmp_path):
+    tier = open_tier(tmp_path)
+    tier.put(key(1), payload_of(1), 0, 0)
+    tier.close()
+    [segment] = (tmp_path / "kvcore-tier").glob("*.kvseg")
+    data = bytearray(segment.read_bytes())
+    data[8:12] = (2).to_bytes(4, "little")
+    data[: record.SEGMENT_BYTES] = record._sealed(bytes(data[: record.SEGMENT_BYTES]))
+    segment.write_bytes(data)
+    with pytest.raises(tiers.TierError, match="version 2"):
+        open_tier(tmp_path)
+
+
+def test_a_capacity_without_room_for_copies_is_refused(tmp_path):
+    with pytest.raises(tiers.TierError, match="wanted a capacity of at least"):
+        open_tier(tmp_path, 10_000)
+    with pytest.raises(tiers.TierError, match="wanted room for a copy"):
+        tiers.HostTier(100).start(MEANING, NUM_BYTES)
+
+
+@pytest.mark.parametrize("make", [open_tier, lambda path: tiers.HostTier(1 << 18)])
+def test_the_lowest_priority_goes_first_and_then_the_least_recently_used(tmp_path, make):
+    tier = make(tmp_path)
+    tier.put(key(0), payload_of(0), 1, 0)
+    for number in range(1, 400):
+        tier.touch(key(1))
+        tier.put(key(number), payload_of(number), 0, 0)
+    assert tier.stats.num_evicted > 100
+    assert tier.contains(key(0))
+    assert tier.contains(key(1))
+    assert not tier.contains(key(2))
+    live = [number for number in range(2, 400) if tier.contains(key(number))]
+    assert live == list(range(min(live), 400))
+
+
+def test_capacity_holds_over_restarts_and_a_smaller_one_is_reached_at_the_start(tmp_path):
+    for capacity in (1 << 20, 1 << 19, 1 << 18):
+        tier = open_tier(tmp_path, capacity)
+        for number in range(300):
+            tier.put(key(number + capacity), payload_of(number), 0, 0)
+            held = sum(path.stat().st_size for path in tmp_path.rglob("*.kvseg"))
+            assert held <= capacity
+            assert held == tier.stats.used_bytes
+        tier.close()
+
+
+@given(st.integers(0, 127 + NUM_BYTES), st.integers(0, 7))
+def test_a_record_with_any_bit_flipped_is_a_miss(place, bit):
+    payload = payload_of(7)
+    checksum = record.checksum_of(payload)
+    header = record.Header(key(7), MEANING, 3, 1, 2, NUM_BYTES, checksum)
+    data = bytearray(header.encode() + payload)
+    assert record.fault_of(bytes(data), header) is None
+    assert record.decode_header(bytes(data)) == header
+    data[place] ^= 1 << bit
+    assert record.fault_of(bytes(data), header) is not None
+    assert record.fault_of(bytes(data[:place]), header) is not None
+
+
+def test_meanings_are_equal_exactly_if_their_fields_are():
+    fields = {"weights": "a", "rank": 1}
+    assert tiers.meaning_of(fields) == tiers.meaning_of({"rank": 1, "weights": "a"})
+    others = [{"weights": "a"}, {"weights": "a", "rank": "1"}, {"weights": "ar", "ank": 1}, {}]
+    assert len({tiers.meaning_of(one) for one in [fields, *others]}) == 5
+    with pytest.raises(kvcore.InvalidArgumentError, match="wanted text and numbers"):
+        tiers.meaning_of({"weights": b"a"})
+
+
+def test_a_manager_that_names_events_otherwise_is_refused():
+    kv = kvcore.KVCacheManager(8, 4, record_events="xxh3-128")
+    with pytest.raises(kvcore.InvalidArgumentError, match="record_events"):
+        tiers.TierManager(kv, [], None, block_bytes=4, meaning={})
+
+
+WRITER = """
+import sys
+from tests.kvcore.tiers.test_tiers import *
+tier = open_tier(sys.argv[1], 1 << 22)
+for number in range(int(sys.argv[2]), 1 << 60):
+    assert tier.put(key(number), payload_of(number), 0, 0)
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_whole_records_or_misses(tmp_path):
+    """`kill -9` in the middle of writing: what was acknowledged is found, and nothing is wrong."""
+    first, found, acknowledged = 0, 0, 0
+    for life in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(first)],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            text=True,
+        )
+        written = [int(process.stdout.readline()) for _ in range(5 + 17 * life)]
+        process.send_signal(signal.SIGKILL)
+        written += [int(line) for line in process.stdout.read().splitlines() if line.strip()]
+        process.wait()
+        process.stdout.close()
+        tier = open_tier(tmp_path, 1 << 22)
+        for number in written:
+            payload = tier.get(key(number), NUM_BYTES)
+            assert payload is None or payload == payload_of(number)
+            found += payload is not None
+        acknowledged += len(written)
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*.kvseg")) <= 1 << 22
+        tier.close()
+        first = written[-1] + 2
+    assert found >= 0.99 * acknowledged > 0
