@@ -1,20 +1,27 @@
-"""Planted bugs in the engine, its asynchronous front, its ranks and the server.
+"""Planted bugs in the engine, its asynchronous front, its ranks, the server, router and wire.
 
-Each is what `Run` takes as `bug`, or a pair of an attribute and what stands in its place. Those of
-the scheduler (`tests/model/control/test_scheduler_sabotage.py`) and of the allocator
-(`tests/kvcore/sabotage`) can be planted too; a run that does not find them proves nothing.
+Each is what `Run` takes as `bug`, or a pair of an attribute and what stands in its place. Some are
+those of other tests: of the scheduler, of loads and leases, of the wire. A run that does not find
+them proves nothing.
 """
 
 import asyncio
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
+from kvcore import wire
+from kvcore.wire import publisher, subscriber
 from model import async_engine
 from model.async_engine import AsyncEngine, EngineState
+from model.cluster.router import Router, Ticket
+from model.control.scheduler import Scheduler
 from model.engine_core import EngineCore
 from model.serve import generation
-from model.token_stream import TokenStream
+from model.token_stream import Sample, TokenStream
 from model.twins import TwinCore
+from tests.kvcore.sabotage import SABOTAGES
+from tests.kvcore.wire import sabotage as wire_sabotage
+from tests.model.control import test_scheduler_sabotage as scheduler_sabotage
 
 BUGS = {}
 
@@ -270,3 +277,322 @@ def wakes_only_for_news(self):
     """A reader is not woken by an error or an end without news."""
     if self._news and self._waiter is not None and not self._waiter.done():
         self._waiter.set_result(None)
+
+
+@bug("front")
+class IsReadyWhileItDrains(AsyncEngine):
+    """After a fault a server that drains takes requests again."""
+
+    def _recovered(self):
+        self._state = EngineState.READY
+
+
+@bug("front")
+class ForgetsWhatIsHeldAtAFault(AsyncEngine):
+    """Tokens that wait for their turn are handed out after the end of their stream."""
+
+    def _fail_all(self, error):
+        held, self._held = self._held, {}
+        super()._fail_all(error)
+        self._held = held
+
+
+@bug("front")
+class DoesNotCountThoseOnTheirWay(AsyncEngine):
+    """More requests come in at once than may wait."""
+
+    @property
+    def num_open(self):
+        return len(self._open)
+
+
+@bug("front")
+class PlansNoRound(AsyncEngine):
+    """Tokens that were held back come with the end only."""
+
+    def _tell_held(self):
+        held, self._held = self._held, {}
+        for stream, sample in [*held.values()][1:]:
+            stream.tell(sample)
+
+
+@bug("front")
+class AbortsAllOfAStreamAtAStop(AsyncEngine):
+    """One sample meets a stop string, and its sisters end with it."""
+
+    def _abort_requests(self, requests):
+        leaders = {r.leader or r for r in requests}
+        every = [s.request for _, s in self._open.values() if s.request.leader in leaders]
+        super()._abort_requests([*requests, *every])
+
+
+@replaces(Sample, "has_news")
+def has_news_that_were_taken(self):
+    """A reader that was late is told again."""
+    del self
+    return False
+
+
+@bug("core")
+class DropsTheLastFlight(EngineCore):
+    """The tokens of the last step are not read where nothing follows it."""
+
+    def _run_step(self):
+        outputs = super()._run_step()
+        if not self._scheduler.running:
+            self._unread = None
+        return outputs
+
+
+@bug("core")
+class KeepsCachesAfterBadLogits(EngineCore):
+    """A request with bad logits ends, and its client hears of a length."""
+
+    def _fail(self, request, error):
+        output = super()._fail(request, error)
+        request.error = None
+        return output
+
+
+@bug("core")
+class QueuesHalf(EngineCore):
+    """A refused request leaves its first samples behind."""
+
+    def submit(self, asked):
+        requests = super().submit(asked)
+        if len(requests) > 2:
+            self._streams[-1] = self._streams[requests[0].request_id]
+        return requests
+
+
+@bug("twin")
+class OtherRanksNeverEnd(TwinCore):
+    """Other ranks wait for a step that never comes."""
+
+    def end(self, *, goes_on=False):
+        pass
+
+
+@bug("twin")
+class TellsOtherRanksTwice(TwinCore):
+    """What was said before a step that fails is said again."""
+
+    def step(self):
+        said = [one for one in self._said if hasattr(one, "params")]
+        outputs = super().step()
+        self._said += said[1:]
+        return outputs
+
+
+@bug("twin")
+class ForgetsPriorities(TwinCore):
+    """Other ranks get requests without their priorities."""
+
+    def submit(self, asked):
+        requests = super().submit(asked)
+        self._said[-1] = type(asked)(self._said[-1].prompt, asked.params, asked.num_samples)
+        return requests
+
+
+@bug("scheduler")
+class NewOnesFirst(Scheduler):
+    """What has just come starts before what was preempted."""
+
+    def _first_waiting(self, num_forks):
+        fresh = [r for r in self._waiting if not r.is_led and not r.num_preemptions]
+        found, count = super()._first_waiting(num_forks)
+        return (fresh[0], count) if fresh and found is not None else (found, count)
+
+
+@bug("scheduler")
+class ShortOnesFirst(Scheduler):
+    """A stream of short prompts starves a long one."""
+
+    def _first_waiting(self, num_forks):
+        found, count = super()._first_waiting(num_forks)
+        free = [r for r in self._waiting if not r.is_led]
+        return (min(free, key=lambda r: r.num_tokens), count) if free else (found, count)
+
+
+@bug("scheduler")
+class PriorityIsEverything(Scheduler):
+    """One level of priority moves a request ahead of all others."""
+
+    def add(self, request):
+        super().add(request)
+        request.order = (request.priority * 10**6 + request.order[1], request.order[1])
+        self._waiting.sort(key=lambda one: one.order)
+
+
+@bug("scheduler")
+class SkipsWhatDoesNotFit(Scheduler):
+    """Small requests pass a large one that waits for room (vllm#45388)."""
+
+    def _plan_others(self):
+        super()._plan_others()
+        for request in list(self._waiting):
+            if self._budget and not request.is_led and not request.is_expecting:
+                if self._admit(request, len(self._waiting)):
+                    self._start(request)
+
+
+@bug("router")
+class CountsTheLostForEver(Router):
+    """Requests that a replica had when it was lost count at the one that takes its name."""
+
+    def add(self, name):
+        with self._lock:
+            self._replicas.setdefault(name, super_replica(self))
+
+
+def super_replica(router):
+    """An empty count, as `Router.add` makes it."""
+    made = Router(router._match)
+    made.add("")
+    return made._replicas[""]
+
+
+@bug("router")
+class ChoosesTheLost(Router):
+    """A replica that was removed is chosen when nothing waits at it."""
+
+    def remove(self, name):
+        pass
+
+
+@bug("router")
+class TakesTheBusiest(Router):
+    """Requests are sent again and again to where they were refused."""
+
+    def _next(self):
+        return next(iter(self._replicas))
+
+    def add(self, name):
+        super().add(name)
+        self._replicas[name].num_running += 1
+
+
+@replaces(Ticket, "end")
+def ends_without_its_tokens(self):
+    """A request that ends before its first token counts as waiting for ever."""
+    with self._lock:
+        if not self._is_over:
+            self._is_over = True
+            self._at.num_running -= 1
+
+
+@replaces(Ticket, "end")
+def ends_twice(self):
+    """A request that is sent again is taken off twice."""
+    with self._lock:
+        self._begin()
+        self._at.num_running -= 1 + (self._num_waiting == 0 and not self._is_over and False)
+        if self._is_over:
+            self._at.num_running -= 1
+        self._is_over = True
+
+
+@replaces(Ticket, "has_begun")
+def begins_with_every_token(self):
+    """Each token takes the prompt off what waits."""
+    with self._lock:
+        self._at.num_waiting_tokens -= 1
+        self._begin()
+
+
+@replaces(Ticket, "_begin")
+def keeps_what_comes(self):
+    """Prompts on their way are remembered for ever."""
+    self._at.num_waiting_tokens -= self._num_waiting
+    self._num_waiting = 0
+
+
+@replaces(subscriber._Link, "join")
+def asks_nothing_at_first(self):
+    """A subscriber that starts late knows only what comes (llm-d-kv-cache#520)."""
+
+
+@replaces(subscriber._Link, "_note_connections")
+def sees_no_connection(self):
+    """A publisher that has started again passes for the one before."""
+
+
+@replaces(subscriber._Link, "tend")
+def tends_nothing(self, ask_after_s, forget_after_s):
+    """What was lost last is never asked for."""
+
+
+@bug("subscriber")
+class KeepsTheRemoved(wire.Subscriber):
+    """A replica that is gone is known for ever."""
+
+    def remove(self, name):
+        with self._lock:
+            self._links.pop(name).close()
+
+
+@bug("subscriber")
+class NeverEnds(wire.Subscriber):
+    """A subscriber that is closed goes on listening."""
+
+    def close(self):
+        self._transport.wake()
+
+
+@bug("publisher")
+class PublishesHalf(wire.Publisher):
+    """What waits while the thread is at work is dropped."""
+
+    def publish(self):
+        if len(self._queue) > 0:
+            self._log.take()
+            return
+        super().publish()
+
+
+@bug("publisher")
+class AnswersNothingWhileIdle(wire.Publisher):
+    """A reader that needs a snapshot waits for the next request of a client."""
+
+    def __init__(self, *arguments, wake=None, **options):
+        super().__init__(*arguments, wake=(lambda: None) if wake else None, **options)
+
+
+@bug("publisher")
+class NeverTakesASnapshot(wire.Publisher):
+    """Who comes late is not answered."""
+
+    def publish(self):
+        self._snapshot_wanted = False
+        super().publish()
+
+
+@bug("publisher")
+class NumbersFromOne(wire.Publisher):
+    """A publisher that starts again repeats its numbers."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, first_sequence=1, **options)
+
+
+@replaces(publisher.Publisher, "_answer")
+def answers_without_an_end(self, router, client, found):
+    """A reader waits for the end of an answer."""
+    for sequence, payload in found:
+        router.send((client, b"", self._topic, sequence.to_bytes(8, "big"), payload))
+
+
+def _of_other_tests():
+    for planted in scheduler_sabotage.BUGS:
+        BUGS[planted.__name__] = ({"scheduler": planted}, ())
+    places = {"make_follower": (subscriber, "Follower"), "make_history": (publisher, "History"),
+              "make_encoder": (publisher, "Encoder"), "make_index": (subscriber, "Index")}  # fmt: skip
+    for kind, every in wire_sabotage.SABOTAGES.items():
+        for planted in every:
+            BUGS[planted.__name__] = ({}, ((*places[kind], planted),))
+    for name, sabotage in SABOTAGES.items():
+        if sabotage.make.__module__.endswith((".leases", ".loads")):
+            BUGS[name] = ({"kv": sabotage.make}, ())
+
+
+_of_other_tests()

@@ -5,6 +5,7 @@ It checks itself after steps and when it is idle; `world.py` has the rules of a 
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from kvcore import InvariantError, KVCacheManager, wire
@@ -31,7 +32,7 @@ from tests.simulation.ranks import make_groups
 
 _CHECK_CHANCE = 0.03
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
-_MOST_OVERTAKEN = 400  # steps in which the first in order may stand still
+_MOST_STILL = 6  # steps in which the first in order may stand still, copies and reads included
 PATIENCE_S = 0.02  # as _MOST_ABSENT
 
 
@@ -70,6 +71,49 @@ class Checked:
         return outputs
 
 
+class Order:
+    """What `Scheduler` says of the order of requests, checked after each step.
+
+    Args:
+        span: arrivals that one level of priority is worth.
+    """
+
+    def __init__(self, span):
+        self._span = span
+        self._waited, self._ran = frozenset(), frozenset()
+        self._first, self._num_still = None, 0
+
+    def check(self, running, waiting, *, is_whole):
+        """After a step; `is_whole`: the queues too, and not only what has changed.
+
+        Raises:
+            ViolationError: something is out of its order, or the first stands still.
+        """
+        waits = [request for request in waiting if request.leader is None]
+        for request in running:
+            if waits and request not in self._ran and request.leader is None:
+                before = next((w for w in waits if w in self._waited), None)
+                if before is not None and before.order < request.order:
+                    raise ViolationError(f"order: {request!r} overtakes {before!r}")
+        first = min([*running[:1], *waits[:1]], key=lambda one: one.order, default=None)
+        state = first and (
+            first, first.status, first.num_computed_tokens, len(first.tokens),
+            first.num_preemptions, first.is_expecting,
+        )  # fmt: skip
+        self._num_still = self._num_still + 1 if first and state == self._first else 0
+        if self._num_still > _MOST_STILL:
+            raise ViolationError(f"order: {first!r} is the first, and stands still")
+        self._first, self._waited, self._ran = state, frozenset(waits), frozenset(running)
+        for queue in (running, waiting) if is_whole else ():
+            for request, after in pairwise(queue):
+                if request.order > after.order:
+                    raise ViolationError(f"order: {after!r} stands behind {request!r}")
+            for request in queue:
+                number = request.order[1]
+                if request.order[0] != number + request.priority * self._span:
+                    raise ViolationError(f"order: {request!r} has {request.order}")
+
+
 class Replica:
     """A replica of a run.
 
@@ -90,6 +134,7 @@ class Replica:
         self._absent = {}  # requests that no client reads: for how many steps
         self._present = {}  # by client: how many samples it wants, and until when
         self._checks = Random(run.plan.seed + 3)
+        self._order = Order(self.features.priority_span)
         self.pools, self.devices, cores = [], [], []
         groups = make_groups(self.host, features.num_ranks)
         for group in groups:
@@ -170,7 +215,9 @@ class Replica:
         limit = self.core.max_num_seqs + self.features.max_waiting
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
-        if self._checks.random() < _CHECK_CHANCE:
+        is_checked = self._checks.random() < _CHECK_CHANCE
+        self._order.check(self.core.running, self.core.waiting, is_whole=is_checked)
+        if is_checked:
             self.check_pools()
             if self._network is None:
                 for kv in self.pools:

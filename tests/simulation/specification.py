@@ -3,9 +3,10 @@
 Two nodes. Node 0 has computed content A and gives it away on request; node 1 runs two requests on
 two blocks, with a tier behind them (host memory, or a disk that survives a crash) that has room for
 one record. A request finds its content cached, computes it, reads it from the tier, or asks node 0
-for it. Messages are lost, repeated and late; node 0 reuses or loses its block; node 1 crashes and
-starts again, perhaps with another layout; a record is corrupted or cannot be read; requests are
-aborted. Each fault comes at most once.
+for it. As often as they like, messages are late, node 0 reuses its block or starts again, perhaps
+with other ranks, and a record is corrupted or cannot be read. At most once each, a message is lost,
+one is repeated, a request is aborted, and node 1 crashes and starts again, perhaps with another
+layout.
 
 Rules:
 
@@ -28,7 +29,7 @@ import sys
 import time
 from typing import NamedTuple
 
-FAULTS = ("lose", "repeat", "restart", "crash", "abort", "corrupt", "unreadable")
+FAULTS = ("lose", "repeat", "crash", "abort")
 _BIT = {fault: 1 << number for number, fault in enumerate(FAULTS)}
 _CAPACITY = 1  # records of the tier
 _NONE = ("none", -1)
@@ -51,7 +52,7 @@ BUGS = {  # the faults that show it, and what it is
         "what was cut off is given to its request all the same (vllm#46283)",
     ),
     "unchecked_arrival": ("", "bytes of other content are taken for those asked for (vllm#52234)"),
-    "other_ranks": ("restart", "bytes of the right tokens in another cut are taken (sglang#23746)"),
+    "other_ranks": ("", "bytes of the right tokens in another cut are taken (sglang#23746)"),
     "no_deadline": ("lose", "a lost message is waited for without end (vllm#50754)"),
     "no_fence": ("lose", "a lost message leaves its block leased for ever (LMCache#4676)"),
     "stays_after_a_failure": ("", "a load that fails is not tried in another way (vllm#50687)"),
@@ -64,7 +65,7 @@ BUGS = {  # the faults that show it, and what it is
     "source_without_lease": ("", "what is written back is reused meanwhile (LMCache#4492)"),
     "record_before_it_is_whole": ("", "a record is read while it is written (P38)"),
     "torn_record": ("crash", "a record that a crash cut short is served (Rapid-MLX#187)"),
-    "unchecked_record": ("corrupt", "a flipped byte is served (vllm#54363)"),
+    "unchecked_record": ("", "a flipped byte is served (vllm#54363)"),
     "other_layout": ("crash", "a record of another layout is served (vllm#55904)"),
     "ignores_the_salt": (
         "",
@@ -106,6 +107,7 @@ class Specification:
 
     def __init__(self, wanted, recorded=(), bug=None):
         self.wanted, self.recorded, self.bug = wanted, recorded, bug
+        self._parts = {}  # of states: equal ones are kept once
 
     def start(self):
         """Nothing has happened; node 0 has A."""
@@ -138,9 +140,6 @@ class Specification:
         for message in dict.fromkeys(state.messages):
             self._of_message(found, state, faults, *message)
         self._of_node_0(found, state)
-        if "restart" in faults:  # with other ranks it cuts heads otherwise
-            for back in (("X", "X", -1), ("a", "A", -1)):
-                found.append(("node 0 restarts", "restart", state._replace(source=back)))
         self._of_tier(found, state)
         if "crash" in faults:
             found += [("crash", "crash", self._crashed(state, is_same)) for is_same in (0, 1)]
@@ -227,7 +226,7 @@ class Specification:
             if self.bug == "unchecked_record" and content == "wrong":
                 content = want + "?"
             found.append((f"loaded {number}", "", self._arrived(state, slot, content)))
-            found.append((f"unreadable {number}", "unreadable", self._failed(state, slot)))
+            found.append((f"unreadable {number}", "", self._failed(state, slot)))
         elif status == "cut" and self.bug != "no_fence":
             found.append((f"fence {number}", "", _transfer(state, slot, *_NONE)))
 
@@ -301,6 +300,8 @@ class Specification:
             found.append(("lease ends", "", state._replace(source=(content, name, -1))))
         elif name != "X":
             found.append(("node 0 reuses", "", state._replace(source=("X", "X", -1))))
+        if content == "A":  # with other ranks it cuts heads otherwise
+            found.append(("node 0 restarts", "", state._replace(source=("a", "A", -1))))
 
     def _crashed(self, state, is_same):
         """Memory is gone, connections are closed, clients ask again; the tier stays."""
@@ -348,7 +349,7 @@ class Specification:
         for name, status in state.records:
             if status == "whole":
                 flipped = _records(state, {**records, name: "flipped"})
-                found.append((f"corrupt {name}", "corrupt", flipped))
+                found.append((f"corrupt {name}", "", flipped))
 
     def broken(self, state):
         """The rule that a state breaks; None: none."""
@@ -442,14 +443,19 @@ class Specification:
         if blocks[0] < blocks[1] or (
             blocks[0] == blocks[1] and _users(state, 0) <= _users(state, 1)
         ):
-            return state
+            return self._kept(state)
         swap = {0: 1, 1: 0, -1: -1}
-        return state._replace(
+        swapped = state._replace(
             blocks=(blocks[1], blocks[0]),
             requests=tuple([(phase, swap[block], t) for phase, block, t in state.requests]),
             transfers=tuple([(status, swap[target]) for status, target in transfers]),
             writing=tuple([(name, swap[block]) for name, block in state.writing]),
         )
+        return self._kept(swapped)
+
+    def _kept(self, state):
+        parts = self._parts
+        return State(*[parts.setdefault(part, part) for part in state])
 
 
 def _users(state, place):
@@ -519,12 +525,12 @@ def explore(specification, faults=FAULTS, note=None):
                 wrong = wrong or specification.wrong(state, name, changed)
                 plain = specification.plain(changed)
                 if note is not None:
-                    note(state, name, plain)
+                    note(state, name, changed)
                 if fault:
                     groups.setdefault(left ^ _BIT[fault], {}).setdefault(plain, (name, path))
                     continue
                 if plain not in came:
-                    came[plain], numbers[plain] = (name, path), len(states)
+                    came[plain], numbers[plain] = (sys.intern(name), path), len(states)
                     states.append(plain)
                 nexts.append(numbers[plain])
             if not wrong and (missing := specification.owed(state) - names):
