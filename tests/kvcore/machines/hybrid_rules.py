@@ -183,7 +183,9 @@ class HybridMachine(HybridChecks):
         state, free = entry.real.state, self.kv.num_free_blocks
         own = [] if state.kept is state.read else state.kept
         freed = sum(block.ref_count == 1 for block in own)
-        expect("P36", self.kv.drop_kept_state(entry.real), freed, "the blocks that it says it frees")
+        expect(
+            "P36", self.kv.drop_kept_state(entry.real), freed, "the blocks that it says it frees"
+        )
         expect("P36", self.kv.num_free_blocks - free, freed, "the blocks that are free in addition")
         entry.kept = 0
 

@@ -292,9 +292,7 @@ wrong(
     "rest = longest",
     "P24",
 )
-wrong(
-    "are_dropped_and_leak", states.drop_kept, "pool.give_back(table.kept)", "pass", "P2", "P36"
-)
+wrong("are_dropped_and_leak", states.drop_kept, "pool.give_back(table.kept)", "pass", "P2", "P36")
 wrong(
     "are_dropped_while_a_step_reads_them",
     states.drop_kept,
