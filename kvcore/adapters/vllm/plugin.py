@@ -159,10 +159,6 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         for spec in specs
         if not is_state(spec)
     ]
-    kinds: list[list[Kind]] = [[] for _ in groups]
-    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
-        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
-        kinds[min(place, len(groups) - 1)].append((index, kind, window))
     return Settings(
         num_blocks=kv_cache_config.num_blocks,
         groups=groups,
@@ -177,9 +173,18 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         keep_fresh=kv_cache_config.needs_kv_cache_zeroing,
         bytes_of=tensor_data,
         new_stats=PrefixCacheStats if told["log_stats"] else None,
-        spell=Speller(kinds),
+        spell=Speller(_kinds_of(specs, places, len(groups))),
         collector=told["metrics_collector"],
     )
+
+
+def _kinds_of(specs: tuple[Any, ...], places: tuple[int, ...], num_groups: int) -> list[list[Kind]]:
+    """Return for each group of kvcore what vLLM's events say of its own."""
+    kinds: list[list[Kind]] = [[] for _ in range(num_groups)]
+    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
+        kinds[min(place, num_groups - 1)].append((index, kind, window))
+    return kinds
 
 
 def minor_version() -> str:
