@@ -159,21 +159,12 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
     for reason, applies in refused.items():
         if applies:
             return reason
-    in_flight = told.get("max_in_flight_tokens", told.get("max_num_batched_tokens"))
-    in_flight = in_flight or max_model_len
-    caps = [
-        spec.max_admission_blocks_per_request(in_flight, max_model_len)
-        if hasattr(spec, "max_admission_blocks_per_request")
-        else None
-        for spec in specs
-        if not is_state(spec)
-    ]
     return Settings(
         num_blocks=kv_cache_config.num_blocks,
         groups=groups,
         places=places,
         specs=specs,
-        caps=tuple(caps),
+        caps=_caps_of(specs, told),
         max_model_len=max_model_len,
         enable_caching=told["enable_caching"],
         recompute=max(1, lookahead) if told["use_eagle"] else 0,
@@ -184,6 +175,20 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         new_stats=PrefixCacheStats if told["log_stats"] else None,
         spell=Speller(_kinds_of(specs, places, len(groups))),
         collector=told["metrics_collector"],
+    )
+
+
+def _caps_of(specs: tuple[Any, ...], told: dict[str, Any]) -> tuple[int | None, ...]:
+    """Return for each group with attention the most blocks that a request may ask for, if any."""
+    max_model_len = told["max_model_len"]
+    in_flight = told.get("max_in_flight_tokens", told.get("max_num_batched_tokens"))
+    in_flight = in_flight or max_model_len
+    return tuple(
+        spec.max_admission_blocks_per_request(in_flight, max_model_len)
+        if hasattr(spec, "max_admission_blocks_per_request")
+        else None
+        for spec in specs
+        if not is_state(spec)
     )
 
 
