@@ -148,11 +148,6 @@ class BlockPool:
         yield from self.blocks[self._num_seen :]
         yield from self.idle_blocks
 
-    @property
-    def num_empty_blocks(self) -> int:
-        """Free blocks without content: as many can be taken before one is evicted. O(1)."""
-        return len(self.empty_blocks) + self.num_blocks - self._num_seen
-
     def next_blocks(self, count: int) -> list[Block]:
         """Return the blocks that `take` would allocate, in order; changes nothing. O(count).
 

@@ -254,7 +254,7 @@ def test_a_state_is_kept_for_the_next_turn_until_what_can_be_hit_would_be_evicte
     first = Request("a", range(3), max_tokens=20)
     assert manager.allocate_slots(first, 3)
     first.status.name = "RUNNING"
-    for length in range(4, 10):  # two blocks of KV behind the prompt, and a state after each
+    for length in range(4, 11):  # two blocks of KV behind the prompt, and a state after each
         first.num_computed_tokens = length - 1
         first.all_token_ids.append(length)
         assert manager.allocate_slots(first, 1)

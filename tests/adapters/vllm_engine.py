@@ -238,6 +238,7 @@ def run(side, blocks, options, folder):
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
         env=os.environ | {
             "VLLM_PLUGINS": "kvcore" if side == "kvcore" else "",
+            "KVCORE_VLLM_STATES": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "OMP_NUM_THREADS": "1",  # small matrices are no work for two
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

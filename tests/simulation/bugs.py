@@ -17,9 +17,8 @@ from model.cluster.router import Router, Ticket
 from model.control.scheduler import Scheduler
 from model.engine_core import EngineCore
 from model.serve import generation
-from model.token_stream import Sample, TokenStream
+from model.token_stream import TokenStream
 from model.twins import TwinCore
-from tests.kvcore.sabotage import SABOTAGES
 from tests.kvcore.wire import sabotage as wire_sabotage
 from tests.model.control import test_scheduler_sabotage as scheduler_sabotage
 
@@ -280,14 +279,6 @@ def wakes_only_for_news(self):
 
 
 @bug("front")
-class IsReadyWhileItDrains(AsyncEngine):
-    """After a fault a server that drains takes requests again."""
-
-    def _recovered(self):
-        self._state = EngineState.READY
-
-
-@bug("front")
 class ForgetsWhatIsHeldAtAFault(AsyncEngine):
     """Tokens that wait for their turn are handed out after the end of their stream."""
 
@@ -306,52 +297,15 @@ class DoesNotCountThoseOnTheirWay(AsyncEngine):
         return len(self._open)
 
 
-@bug("front")
-class PlansNoRound(AsyncEngine):
-    """Tokens that were held back come with the end only."""
-
-    def _tell_held(self):
-        held, self._held = self._held, {}
-        for stream, sample in [*held.values()][1:]:
-            stream.tell(sample)
-
-
-@bug("front")
-class AbortsAllOfAStreamAtAStop(AsyncEngine):
-    """One sample meets a stop string, and its sisters end with it."""
-
-    def _abort_requests(self, requests):
-        leaders = {r.leader or r for r in requests}
-        every = [s.request for _, s in self._open.values() if s.request.leader in leaders]
-        super()._abort_requests([*requests, *every])
-
-
-@replaces(Sample, "has_news")
-def has_news_that_were_taken(self):
-    """A reader that was late is told again."""
-    del self
-    return False
-
-
 @bug("core")
 class DropsTheLastFlight(EngineCore):
-    """The tokens of the last step are not read where nothing follows it."""
+    """The tokens of a request that runs alone are not read where the next step is sent first."""
 
     def _run_step(self):
         outputs = super()._run_step()
-        if not self._scheduler.running:
+        if len(self._scheduler.running) == 1:
             self._unread = None
         return outputs
-
-
-@bug("core")
-class KeepsCachesAfterBadLogits(EngineCore):
-    """A request with bad logits ends, and its client hears of a length."""
-
-    def _fail(self, request, error):
-        output = super()._fail(request, error)
-        request.error = None
-        return output
 
 
 @bug("core")
@@ -424,34 +378,6 @@ class PriorityIsEverything(Scheduler):
         self._waiting.sort(key=lambda one: one.order)
 
 
-@bug("scheduler")
-class SkipsWhatDoesNotFit(Scheduler):
-    """Small requests pass a large one that waits for room (vllm#45388)."""
-
-    def _plan_others(self):
-        super()._plan_others()
-        for request in list(self._waiting):
-            if self._budget and not request.is_led and not request.is_expecting:
-                if self._admit(request, len(self._waiting)):
-                    self._start(request)
-
-
-@bug("router")
-class CountsTheLostForEver(Router):
-    """Requests that a replica had when it was lost count at the one that takes its name."""
-
-    def add(self, name):
-        with self._lock:
-            self._replicas.setdefault(name, super_replica(self))
-
-
-def super_replica(router):
-    """An empty count, as `Router.add` makes it."""
-    made = Router(router._match)
-    made.add("")
-    return made._replicas[""]
-
-
 @bug("router")
 class ChoosesTheLost(Router):
     """A replica that was removed is chosen when nothing waits at it."""
@@ -486,9 +412,7 @@ def ends_twice(self):
     """A request that is sent again is taken off twice."""
     with self._lock:
         self._begin()
-        self._at.num_running -= 1 + (self._num_waiting == 0 and not self._is_over and False)
-        if self._is_over:
-            self._at.num_running -= 1
+        self._at.num_running -= 1
         self._is_over = True
 
 
@@ -505,21 +429,6 @@ def keeps_what_comes(self):
     """Prompts on their way are remembered for ever."""
     self._at.num_waiting_tokens -= self._num_waiting
     self._num_waiting = 0
-
-
-@replaces(subscriber._Link, "join")
-def asks_nothing_at_first(self):
-    """A subscriber that starts late knows only what comes (llm-d-kv-cache#520)."""
-
-
-@replaces(subscriber._Link, "_note_connections")
-def sees_no_connection(self):
-    """A publisher that has started again passes for the one before."""
-
-
-@replaces(subscriber._Link, "tend")
-def tends_nothing(self, ask_after_s, forget_after_s):
-    """What was lost last is never asked for."""
 
 
 @bug("subscriber")
@@ -539,60 +448,32 @@ class NeverEnds(wire.Subscriber):
         self._transport.wake()
 
 
-@bug("publisher")
-class PublishesHalf(wire.Publisher):
-    """What waits while the thread is at work is dropped."""
-
-    def publish(self):
-        if len(self._queue) > 0:
-            self._log.take()
-            return
-        super().publish()
-
-
-@bug("publisher")
-class AnswersNothingWhileIdle(wire.Publisher):
-    """A reader that needs a snapshot waits for the next request of a client."""
-
-    def __init__(self, *arguments, wake=None, **options):
-        super().__init__(*arguments, wake=(lambda: None) if wake else None, **options)
+def suits(name, features):
+    """Whether a bug can show in runs with these features at all."""
+    classes, patches = BUGS[name]
+    owners = [owner for owner, _, _ in patches]
+    if {"router", "subscriber", "publisher"} & {*classes} or {subscriber, publisher} & {*owners}:
+        return features.num_replicas > 1
+    if Ticket in owners:
+        return features.num_replicas > 1
+    return ("twin" not in classes or features.num_ranks > 1) and (
+        generation not in owners or features.speaks_http
+    )
 
 
-@bug("publisher")
-class NeverTakesASnapshot(wire.Publisher):
-    """Who comes late is not answered."""
-
-    def publish(self):
-        self._snapshot_wanted = False
-        super().publish()
-
-
-@bug("publisher")
-class NumbersFromOne(wire.Publisher):
-    """A publisher that starts again repeats its numbers."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, first_sequence=1, **options)
-
-
-@replaces(publisher.Publisher, "_answer")
-def answers_without_an_end(self, router, client, found):
-    """A reader waits for the end of an answer."""
-    for sequence, payload in found:
-        router.send((client, b"", self._topic, sequence.to_bytes(8, "big"), payload))
-
-
-def _of_other_tests():
-    for planted in scheduler_sabotage.BUGS:
-        BUGS[planted.__name__] = ({"scheduler": planted}, ())
-    places = {"make_follower": (subscriber, "Follower"), "make_history": (publisher, "History"),
-              "make_encoder": (publisher, "Encoder"), "make_index": (subscriber, "Index")}  # fmt: skip
-    for kind, every in wire_sabotage.SABOTAGES.items():
-        for planted in every:
-            BUGS[planted.__name__] = ({}, ((*places[kind], planted),))
-    for name, sabotage in SABOTAGES.items():
-        if sabotage.make.__module__.endswith((".leases", ".loads")):
-            BUGS[name] = ({"kv": sabotage.make}, ())
-
-
-_of_other_tests()
+_OF_THE_SCHEDULER = (
+    "ForgetsToCloseThePreempted", "StartsTheLastFirst", "SortsByPriorityAlone",
+    "KeepsNoTokenForTheFirst", "SpendsMoreThanTheBudget", "SamplesInTheMiddleOfAPrompt",
+    "AbortsWithoutClosing", "HandsOutWhatStandsIn", "ForksWhatTheLeaderExpects",
+    "DraftsBeforeOthersAreServed", "FindsShortTextsForLongOnes",
+)  # fmt: skip
+_OF_THE_WIRE = {
+    "DeafFollower": (subscriber, "Follower"), "GaplessFollower": (subscriber, "Follower"),
+    "ImpatientFollower": (subscriber, "Follower"), "EarlyHistory": (publisher, "History"),
+    "BlindEncoder": (publisher, "Encoder"), "OneSpaceIndex": (subscriber, "Index"),
+    "KeepingIndex": (subscriber, "Index"),
+}  # fmt: skip
+BUGS |= {name: ({"scheduler": getattr(scheduler_sabotage, name)}, ()) for name in _OF_THE_SCHEDULER}
+BUGS |= {
+    name: ({}, ((*place, getattr(wire_sabotage, name)),)) for name, place in _OF_THE_WIRE.items()
+}

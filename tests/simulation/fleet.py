@@ -36,7 +36,6 @@ class Fleet:
         self.router = run.bug.get("router", Router)(
             self._match, self.features.policy, block_size=self.features.block_size
         )
-        self.tickets = set()
 
     def _subscribe(self, sources):
         host = type(self.run.host)(self.run.loop)
@@ -79,13 +78,12 @@ class Fleet:
         replica = self.replicas.get(ticket.replica)
         if replica is None:
             raise ViolationError(f"the router chooses {ticket.replica}, which it has lost")
-        self.tickets.add(ticket)
         return replica, ticket
 
     def end(self, ticket):
         """A request is no more at its replica."""
-        self.tickets.discard(ticket)
         ticket.end()
+        ticket.end()  # as the ingress does, where a client goes away
 
     async def fail(self, fault):
         """Carry out a fault of the plan."""
@@ -128,7 +126,7 @@ class Fleet:
     async def settle(self):
         """Everything is over: the router counts nothing, and its index says what is true."""
         for name in self.router.replicas:
-            if self.router.load(name):
+            if self.router.load(name) or self.router._replicas[name].coming:
                 raise ViolationError(f"the router counts {self.router.load(name)} at {name}")
         self.network.calm()
         until_s = self.run.loop.now + _KNOWN_S

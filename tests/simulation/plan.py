@@ -167,7 +167,7 @@ def _draw_features(draw):
     block_size = draw.choice((1, 2, 4, 4, 8, 16))
     needed = 2 + len(kinds) * (2 + 120 // block_size) + 6
     return Features(
-        num_blocks=needed + draw.choice((0, 5, 40, 400)),
+        num_blocks=needed + draw.choice((0, 0, 5, 40, 400)),
         block_size=block_size,
         kinds=kinds,
         caches=draw.random() < 0.85,
@@ -191,15 +191,15 @@ def _draw_features(draw):
 
 def _draw_faults(draw, until_s, features):
     faults = []
-    if draw.random() < 0.2 and features.num_ranks == 1:  # else a rank is lost, and all end
+    if draw.random() < 0.35 and features.num_ranks == 1:  # else a rank is lost, and all end
         faults += [Fault("step", draw.randint(0, 60)) for _ in range(draw.randint(1, 3))]
-    if draw.random() < 0.2:
+    if draw.random() < 0.25:
         faults += [Fault("logits", draw.randint(0, 100)) for _ in range(draw.randint(1, 3))]
     if features.num_replicas > 1:
         for kind in FLEET_FAULTS:
             if draw.random() < 0.3:
                 faults.append(Fault(kind, draw.random() * (until_s + 0.05)))
-    elif draw.random() < 0.1:
+    elif draw.random() < 0.25:
         faults.append(Fault("drain", draw.random() * (until_s + 0.05)))
     return tuple(faults)
 

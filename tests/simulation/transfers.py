@@ -5,9 +5,9 @@ Requests find their prompt cached, load it from a peer or a store, or compute it
 be late, come after its deadline, fail, or hold other bytes. `kvcore`'s allocator is real, the
 connector is the one here: a tier takes its place as `connector` (`Connector` says how).
 
-`views` are all changes that `specification.py` allows, seen from one block: whether it is found, who
-holds it, and what may still read or write it. After every call to the allocator the change of each
-block must be among them (trace conformance).
+`views` are all changes that `specification.py` allows, seen from one block: whether it is found,
+who holds it, and what may still read or write it. After every call to the allocator the change of
+each block must be among them (trace conformance).
 """
 
 import asyncio

@@ -41,6 +41,12 @@ from kvcore.adapters.vllm.states import StateManager
 VERSIONS: Final[dict[str, type[Manager]]] = {"0.22": Manager022, "0.32": Manager}
 """The minor versions of vLLM that this adapter was tried with, and what serves each."""
 
+STATES: Final = "KVCORE_VLLM_STATES"
+"""The environment variable that, set to 1, has kvcore serve recurrent states with prefix caching.
+
+Their tokens have not been shown to equal those of vLLM's own manager, which change with the size of
+its cache."""
+
 logger = init_logger("vllm.plugins.kvcore")
 
 
@@ -135,6 +141,9 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         and (told["use_eagle"] or has_states),
         "several MTP modules whose last cached block is not computed again": lookahead > 1
         and not told["use_eagle"],
+        f"recurrent states with prefix caching, unless {STATES}=1": has_states
+        and told["enable_caching"]
+        and os.environ.get(STATES) != "1",
         "recurrent states found between the ends of blocks (prefix_match_unit)": has_states
         and told["enable_caching"]
         and told["hash_block_size"] != told["scheduler_block_size"],
@@ -159,10 +168,6 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         for spec in specs
         if not is_state(spec)
     ]
-    kinds: list[list[Kind]] = [[] for _ in groups]
-    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
-        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
-        kinds[min(place, len(groups) - 1)].append((index, kind, window))
     return Settings(
         num_blocks=kv_cache_config.num_blocks,
         groups=groups,
@@ -177,9 +182,18 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         keep_fresh=kv_cache_config.needs_kv_cache_zeroing,
         bytes_of=tensor_data,
         new_stats=PrefixCacheStats if told["log_stats"] else None,
-        spell=Speller(kinds),
+        spell=Speller(_kinds_of(specs, places, len(groups))),
         collector=told["metrics_collector"],
     )
+
+
+def _kinds_of(specs: tuple[Any, ...], places: tuple[int, ...], num_groups: int) -> list[list[Kind]]:
+    """Return for each group of kvcore what vLLM's events say of its own."""
+    kinds: list[list[Kind]] = [[] for _ in range(num_groups)]
+    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
+        kinds[min(place, num_groups - 1)].append((index, kind, window))
+    return kinds
 
 
 def minor_version() -> str:

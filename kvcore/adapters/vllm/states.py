@@ -80,7 +80,9 @@ class StateManager(Manager):
         need = kv.num_missing_blocks(seq, max(0, room - seq.num_computed_tokens))
         if state.kept and state.kept is state.read and not state.write:
             need += state.group.num_blocks  # the next state leaves this one as it is
-        if need > kv.pool.num_empty_blocks:
+        if need > kv.num_free_blocks or any(
+            block.node is not None for block in kv.pool.next_blocks(need)
+        ):
             kv.drop_kept_state(seq)
             for other in self._running.values():
                 kv.drop_kept_state(other)
