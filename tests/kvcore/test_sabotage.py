@@ -84,7 +84,7 @@ def hunt(name, settings=HUNT):
     """Run the machine on a planted bug; return the property that it says is broken, or None.
 
     An error of misuse that a rule did not expect is P3: the allocator's own guard has seen that its
-    caller, here the broken part, broke a rule.
+    caller, here the broken part, broke a rule. So is a strict `zip` of lists that differ in length.
     """
     planted = SABOTAGES[name]
     seam = {SEAMS[planted.machine]: staticmethod(planted.make), "layouts": planted.layouts}
@@ -99,6 +99,10 @@ def hunt(name, settings=HUNT):
     except (PropertyError, kvcore.InvariantError) as error:
         return error.prop
     except kvcore.MisuseError:
+        return "P3"
+    except ValueError as error:
+        if "zip()" not in str(error):
+            raise
         return "P3"
     except kvcore.OutOfBlocksError:
         return "P13"
