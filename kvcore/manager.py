@@ -121,7 +121,7 @@ class KVCacheManager:
         self._no_growth: tuple[tuple[BlockId, ...], ...] = ((),) * len(sizes)
         self._last_step: list[KVSequence] = []
         self._next_seq_id = 0
-        self._look_ups = LookUps()
+        self._queried, self._resumed = LookUps(), LookUps()
 
     @property
     def num_blocks(self) -> int:
@@ -184,20 +184,20 @@ class KVCacheManager:
         is_resumed = resumed is not False and as_bool("resumed", resumed)
         is_blind = skip_reading is not False and as_bool("skip_reading", skip_reading)
         packed, key, checked = share.describe(tokens, namespace, items, self.max_model_len)
-        if not self.enable_caching:
-            key = None
-        retention = check_retention(retain) if retain else ()
+        key = key if self.enable_caching else None
         ends = [as_int("boundaries", end, 0) for end in as_list("boundaries", boundaries)]
-        again = as_int("recompute", recompute, 0)
+        is_zero = recompute.__class__ is int and not recompute  # as nearly always
+        again = 0 if is_zero else as_int("recompute", recompute, 0)
         if again and self._state is not None:  # where the next look-up of this prompt ends
             ends.append(max(0, len(packed) - len(packed) % self._state.block_size - again))
         seq = self._new_sequence(packed, key, checked, ends)
-        seq.retention = retention
-        if key is None or is_blind:
-            self._admit(seq, [])
-            return seq
-        self._admit(seq, share.share_cached(self.pool, seq, again))
-        self._look_ups.count(len(packed), seq.num_cached_tokens, is_resumed)
+        seq.retention = check_retention(retain) if retain else ()
+        looks_up = not (key is None or is_blind)
+        self._admit(seq, share.share_cached(self.pool, seq, again) if looks_up else [])
+        if looks_up:
+            counts = self._resumed if is_resumed else self._queried
+            counts.num_tokens += len(packed)
+            counts.num_hit_tokens += seq.num_cached_tokens
         return seq
 
     def plan(
@@ -930,12 +930,12 @@ class KVCacheManager:
             num_free_blocks=self.pool.num_free_blocks,
             num_cached_blocks=self.pool.num_cached_blocks,
             peak_used_blocks=self.pool.peak_used_blocks,
-            num_queried_tokens=self._look_ups.num_queried_tokens,
-            num_hit_tokens=self._look_ups.num_hit_tokens,
+            num_queried_tokens=self._queried.num_tokens,
+            num_hit_tokens=self._queried.num_hit_tokens,
             num_evicted_blocks=self.pool.num_evicted_blocks,
             num_allocated_blocks=self.pool.num_allocated_blocks,
-            num_resumed_tokens=self._look_ups.num_resumed_tokens,
-            num_resumed_hit_tokens=self._look_ups.num_resumed_hit_tokens,
+            num_resumed_tokens=self._resumed.num_tokens,
+            num_resumed_hit_tokens=self._resumed.num_hit_tokens,
             num_computed_tokens=self.pool.num_computed_tokens,
             num_slots=self.pool.num_used_slots,
             lifetimes=None if self.pool.lifetimes is None else self.pool.lifetimes.stats(),

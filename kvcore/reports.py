@@ -106,19 +106,8 @@ class ResetReport:
 class LookUps:
     """The tokens of look-ups in the prefix cache, and those that were hits."""
 
-    num_queried_tokens: int = 0
+    num_tokens: int = 0
     num_hit_tokens: int = 0
-    num_resumed_tokens: int = 0
-    num_resumed_hit_tokens: int = 0
-
-    def count(self, num_tokens: int, num_hits: int, is_resumed: bool) -> None:  # noqa: FBT001
-        """Count one look-up, of a new sequence or of one that resumes. O(1)."""
-        if is_resumed:
-            self.num_resumed_tokens += num_tokens
-            self.num_resumed_hit_tokens += num_hits
-        else:
-            self.num_queried_tokens += num_tokens
-            self.num_hit_tokens += num_hits
 
 
 @dataclass(frozen=True, slots=True)

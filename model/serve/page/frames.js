@@ -406,7 +406,7 @@ export function readTrace(text) {
   }
   if (!isObject(document) || document.kvcore === undefined) {
     throw new BadTrace(isObject(document) && Array.isArray(document.traceEvents)
-      ? "This trace says nothing of a pool: write one with --trace of this version of kvcore."
+      ? "The trace holds no KV cache blocks; write a new one with `model.run --trace`."
       : "This file is no trace that --trace has written.");
   }
   const record = document.kvcore;
