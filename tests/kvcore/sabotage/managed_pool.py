@@ -68,7 +68,8 @@ class manager_trusts_a_digest_that_collides(kvcore.BlockPool):
         self.trees = (CollidingTree(*block_sizes),)
 
 
-@in_manager("P3", "P7", "P10", rows=(32,))
+# P24: where the last tokens of a hit are computed again, its hits are not the longest.
+@in_manager("P3", "P7", "P10", "P24", rows=(32,))
 class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):
     def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         hits = []
@@ -82,7 +83,8 @@ class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):
         return hits
 
 
-@in_manager("P14", rows=(57, 58))
+# P13: where the last tokens of a hit are computed again, a plan counts other blocks than are taken.
+@in_manager("P13", "P14", rows=(57, 58))
 class manager_hits_the_whole_prompt(kvcore.BlockPool):
     def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         whole = len(packed) // (self.block_sizes[0] * 4) if items is None else max_blocks
