@@ -1,7 +1,8 @@
 """Tiers behind the prefix cache: host memory and disk that keep copies of KV by content.
 
-A content that leaves the pool, or the process, is found again: a `TierManager` stores what is
-published and loads what a prompt can use. Needs the standard library and xxhash.
+A `TierManager` stores the blocks that the pool publishes and loads those that a prompt can use,
+also after the pool has evicted them or the process has ended. It needs the standard library and
+xxhash.
 """
 
 from kvcore.tiers.disk import DiskTier

@@ -198,7 +198,7 @@ class DiskTier:
     # The index
 
     def _scan(self) -> None:
-        """Make the index from the files, oldest first; then fit what is there to the capacity."""
+        """Build the index from the files, oldest first, then evict until the capacity holds."""
         for number, size in sorted(self._files.sizes().items()):
             self._segments[number] = _Segment(size)
             self._next_segment = number + 1
@@ -340,7 +340,7 @@ class DiskTier:
             try:
                 payload = memoryview(data)[RECORD_BYTES:]
                 self._append(key, payload, header.priority, header.checksum)
-            except OSError as error:  # the file goes all the same: room is what is missing
+            except OSError as error:  # the file is deleted all the same, to make room
                 self._note_failure(error)
         self._delete(number)
         return True

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from kvcore.adapters.recurrent.states import StateKey, StateTensor, StateTensors
 
 _FEW = 16
-"""Tokens of a sequence that a backend's operation computes one after the other; modules have
-functions of their own for more."""
+"""The most tokens of a sequence that a backend's operation computes, one after the other; longer
+chunks run the module's own code."""
 
 
 class ReportedLength:

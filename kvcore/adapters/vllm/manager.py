@@ -125,7 +125,7 @@ class Settings:
             admitted, if less than its length says.
         max_model_len: tokens.
         enable_caching: look prefixes up, and keep them.
-        recompute: tokens at the end of what is cached that a request computes again, because a
+        recompute: the last tokens of a cached prefix, which a request computes again because a
             draft model needs the tokens after them.
         watermark_blocks: blocks that stay free when a request is admitted beside others.
         event_hashes: the hash function of KV events; None: no events.

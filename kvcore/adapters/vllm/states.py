@@ -70,7 +70,7 @@ class StateManager(Manager):
         return not read or read[0].block_id not in self._written
 
     def _make_room(self) -> bool:
-        """Drop what is held for no step: look-ups first, then the states kept for later."""
+        """Release blocks that no step needs: those of look-ups first, then kept states."""
         if super()._make_room():
             return True
         return any(self.kv.drop_kept_state(seq) for seq in reversed(self._running.values()))
@@ -168,7 +168,7 @@ class StateManager(Manager):
         return [[*[0] * (count - 1), block.block_id] for block in state.write]
 
     def _columns(self, num_tokens: int) -> int:
-        """Return how long a table of states is after so many tokens."""
+        """Return the length of a table of states after this number of tokens."""
         return -(-num_tokens // self._common) if self.enable_caching else min(num_tokens, 1)
 
     def _in_order(self, ids: Sequence[Sequence[int]]) -> Blocks:
