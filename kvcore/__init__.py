@@ -5,6 +5,8 @@ share a block. It needs the standard library and xxhash, and imports no tensor l
 """
 
 import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from kvcore.block import NULL_BLOCK, Block, BlockId, Node
 from kvcore.content_tree import ContentTree
@@ -35,7 +37,6 @@ from kvcore.events import (
     fold,
 )
 from kvcore.eviction.free_queue import FreeQueue
-from kvcore.eviction.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.eviction.retention import Retention
 from kvcore.identity.block_hash import (
     BlockHash,
@@ -53,8 +54,6 @@ from kvcore.identity.namespace import (
     encode_namespace,
 )
 from kvcore.identity.tokens import Tokens, pack
-from kvcore.inspect.invariants import PROPERTIES, check
-from kvcore.inspect.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
 from kvcore.lease import Lease, LeaseBook, Load
 from kvcore.manager import KVCacheManager
 from kvcore.pool import BlockPool
@@ -73,6 +72,11 @@ from kvcore.tables.state_table import StateTable
 from kvcore.verbs.peaks import peak_blocks
 from kvcore.verbs.write import StepTables, write_states
 
+if TYPE_CHECKING:
+    from kvcore.eviction.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
+    from kvcore.inspect.invariants import PROPERTIES, check
+    from kvcore.inspect.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
+
 __version__ = "0.1.0"
 
 _RENAMED = {
@@ -83,9 +87,19 @@ _RENAMED = {
     "block_names": "block_hashes",
 }
 
+_WHERE = {  # what is imported when it is first used: measuring and inspecting, not serving
+    **dict.fromkeys(["Histogram", "LifetimeRecorder", "LifetimeStats"], "eviction.lifetimes"),
+    **dict.fromkeys(["PROPERTIES", "check"], "inspect.invariants"),
+    **dict.fromkeys(["CACHED", "EMPTY", "HELD", "BlockReport"], "inspect.pool_map"),
+    **dict.fromkeys(["describe_block", "pool_map"], "inspect.pool_map"),
+}
+
 
 def __getattr__(name: str) -> object:
-    """Return what a deprecated name stands for now."""
+    """Import what is not needed to serve, or return what a deprecated name stands for now."""
+    if name in _WHERE:
+        value = globals()[name] = getattr(import_module(f"kvcore.{_WHERE[name]}"), name)
+        return value
     if name not in _RENAMED:
         raise AttributeError(f"module 'kvcore' has no attribute {name!r}")
     new = _RENAMED[name]

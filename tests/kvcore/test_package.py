@@ -50,14 +50,15 @@ def test_importing_kvcore_loads_the_standard_library_and_xxhash_only():
 def test_importing_kvcore_takes_under_30_ms_of_the_processor():
     """Beyond the interpreter, which has started when the clock does; the best of a few runs.
 
-    A processor that is slow at the moment has as long as twice what kvcore imports takes there,
-    measured directly before.
+    Where what kvcore imports takes 12 ms, 30 ms are two and a half times that. A processor that is
+    slower at the moment has two and a half times what these imports take there, measured directly
+    before.
     """
     times = []
     for _ in range(15):
         needed = seconds_to("import dataclasses, hashlib, typing, xxhash")
         times.append((seconds_to("import kvcore"), needed))
-        if any(taken < max(0.030, 2 * needed) for taken, needed in times):
+        if any(taken < max(0.030, 2.5 * needed) for taken, needed in times):
             break
     else:
         pytest.fail(f"seconds for kvcore, and for what it imports: {times}")
