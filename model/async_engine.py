@@ -576,6 +576,10 @@ class AsyncEngine:
         """Have the engine's thread publish, from any thread."""
         self._inbox.put(_Command(lambda _: _nothing, _ignore))
 
+    def _tend(self) -> None:
+        """Have the engine's thread go on with transfers, from any thread."""
+        self._inbox.put(_Command(_tend, _ignore))
+
     # What follows runs on the engine's thread.
 
     def _run(self) -> None:
@@ -585,6 +589,8 @@ class AsyncEngine:
             try:
                 if self._announce is not None:
                     self._announcer = self._announce(engine, self._wake)
+                if engine.tiers is not None:
+                    engine.tiers.wake = self._tend
                 self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:
@@ -682,6 +688,12 @@ def _itself(value: _T) -> _T:
 
 def _nothing() -> None:
     pass
+
+
+def _tend(engine: EngineCore) -> Callable[[], None]:
+    if engine.tiers is not None:
+        engine.tiers.tend()
+    return _nothing
 
 
 def _ignore(error: Exception) -> None:
