@@ -16,7 +16,7 @@ Does not know: how blocks are found (`kvcore`), what a device is (`Runner`), how
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -249,6 +249,16 @@ class EngineCore:
         del goes_on
         if self.tiers is not None:
             self.tiers.close()
+
+    def woken_by(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, on another thread, when `tend` has something to do. O(1)."""
+        if self.tiers is not None:
+            self.tiers.wake = wake
+
+    def tend(self) -> None:
+        """Go on with transfers while no step runs. O(transfers and their blocks)."""
+        if self.tiers is not None:
+            self.tiers.tend()
 
     def record(self) -> StepRecorder:
         """Record every step from now on; the recorder grows with each. O(1)."""
