@@ -92,7 +92,7 @@ plant(
     "resets",
     host.HostTier,
     "clear",
-    "self._entries = {}",
+    "self._remove_all()",
     "pass",
 )
 plant(
