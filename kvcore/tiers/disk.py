@@ -132,7 +132,8 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             if data is None or header.length != length:
                 if data is not None:
                     self.stats.faults["short"] += 1
-                self._bury(key)
+                if key in self._entries:  # not if this failure has turned the tier off
+                    self._bury(key)
                 return None
             self._note_hit(key, length)
             return memoryview(data)[RECORD_BYTES:]
@@ -147,7 +148,8 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
                 self._order.touch(key)
                 return True
             try:
-                if not self._make_room(RECORD_BYTES + len(payload)):
+                has_room = self._make_room(RECORD_BYTES + len(payload))
+                if not has_room or not self.stats.is_enabled:
                     return False
                 self._append(key, payload, priority, checksum)
             except OSError as error:
@@ -307,10 +309,11 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             return False
         if number == self._active:
             self._active = None
-        for key in [*segment.keys]:
+        while segment.keys:  # a failure that turns the tier off empties them
+            key = next(iter(segment.keys))
             header, offset = self._entries[key]
-            data = self._read(header, offset)
             self._drop(key)
+            data = self._read(header, offset)
             room = self.stats.capacity_bytes - self.stats.used_bytes - SEGMENT_BYTES
             if data is None or len(data) > room:  # a segment of a time with a larger capacity
                 continue

@@ -278,3 +278,12 @@ plant(
     "self._published[block] = None",
     "pass",
 )
+plant(
+    "a_store_of_before_a_reset_is_waited_for",
+    "P24",
+    "stored_again_after_a_reset",
+    tier_manager.TierManager,
+    "cleared",
+    "self._storing.clear()",
+    "pass",
+)
