@@ -278,3 +278,12 @@ plant(
     "self._published[block] = None",
     "pass",
 )
+plant(
+    "stores_from_before_a_reset_keep_others_out",
+    "P24",
+    "resets_while_storing",
+    tier_manager.TierManager,
+    "cleared",
+    "self._storing.clear()",
+    "pass",
+)

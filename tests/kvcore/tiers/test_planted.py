@@ -63,6 +63,12 @@ def resets(life):
         come_back(life)
 
 
+def resets_while_storing(life):
+    life.serve(prompt(15, 0), b"", stores=False)
+    life.reset_while_it_stores()
+    life.serve(prompt(15, 0), b"", stores=True)
+
+
 def bad_transfers(life):
     life.churn([0, 4])
     life.a_transfer_turns_out_bad(prompt(12, 0))
@@ -115,8 +121,8 @@ def keeps_what_is_used(life):
 
 
 STORIES = (  # the short ones find most
-    restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
-    fills_up, half_writes, keeps_what_is_used,
+    restarts, other_weights, faulty_writes, faulty_reads, resets, resets_while_storing,
+    bad_transfers, waits, late_stores, fills_up, half_writes, keeps_what_is_used,
 )  # fmt: skip
 
 
