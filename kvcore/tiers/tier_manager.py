@@ -138,7 +138,7 @@ class TierManager:
     def cleared(self) -> None:
         """See `ContentWatcher`: forget every copy, and what is on its way. O(files)."""
         self._published.clear()
-        self._storing.clear()  # what is on its way is refused: it may be stored again
+        self._storing.clear()  # the stores under way keep nothing any more
         for tier in self.tiers:
             tier.clear()
 

@@ -409,7 +409,7 @@ class TierMachine(RuleBasedStateMachine):
     )
     def restart(self, kind, weights, share, lost, crash=None):
         """The process ends, in order or not, and another begins on the same disk."""
-        found = {*self.tiers.tiers[-1].tier._index}
+        found = {*self.tiers.tiers[-1].tier._entries}
         if kind == "closed":
             self.finish_all()
             self.tiers.close()
@@ -430,7 +430,7 @@ class TierMachine(RuleBasedStateMachine):
             self.disk.is_taken = False
             self.start(weights, capacity)
         self.disk.crash = None
-        again = {*self.tiers.tiers[-1].tier._index}
+        again = {*self.tiers.tiers[-1].tier._entries}
         if is_sound and is_same and not found <= again:
             raise BrokenError("P24: a restart has lost records that were whole")
         self.was_sound = True

@@ -92,7 +92,7 @@ plant(
     "resets",
     host.HostTier,
     "clear",
-    "self._entries = {}",
+    "self._remove_all()",
     "pass",
 )
 plant(
@@ -279,9 +279,9 @@ plant(
     "pass",
 )
 plant(
-    "stores_from_before_a_reset_keep_others_out",
+    "a_store_of_before_a_reset_is_waited_for",
     "P24",
-    "resets_while_storing",
+    "stored_again_after_a_reset",
     tier_manager.TierManager,
     "cleared",
     "self._storing.clear()",
