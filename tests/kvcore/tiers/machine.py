@@ -226,6 +226,8 @@ class TierMachine(RuleBasedStateMachine):
                 self.kv.reserve(seq, count)
             except kvcore.OutOfBlocksError:
                 if not self.tiers.cancel_stores():
+                    if any(job.lease.is_active for job in self.stores):
+                        raise BrokenError("P41: a store keeps a request from running") from None
                     return False
                 self.stores = []
                 continue
@@ -274,7 +276,8 @@ class TierMachine(RuleBasedStateMachine):
                 self.end_store(0, runs=True)
         is_whole = seq.num_computed_tokens == seq.num_tokens
         is_waiting = self.tiers._num_storing >= self.tiers._most or any(
-            not job.is_stale for job in self.stores  # it may have the same blocks
+            not job.is_stale
+            for job in self.stores  # it may have the same blocks
         )
         is_calm = self.was_sound and is_cached and is_whole and not is_waiting
         if not is_calm or before != disk.stats.num_evicted:
