@@ -9,8 +9,8 @@ Invariants: a chunk is served only if its block hash, group, meaning, length and
 other record is a miss and is counted. The scheduler's thread does no input or output. After
 `drain_jobs` and after `shutdown` no thread touches vLLM's memory.
 
-vLLM resets its tiers when weights change, and calls nothing but `drain_jobs` then: so that call
-forgets every record, because the model keeps its name when its weights change.
+When vLLM resets its connector, because weights change, the model keeps its name: every record is
+forgotten then. A tier hears of a reset through its detector of back-pressure, which is reset too.
 
 Does not know: blocks of the GPU; what vLLM's block hashes cover: tokens, salt, adapter, images.
 """
@@ -39,6 +39,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvcore.arguments import as_int
@@ -59,6 +60,24 @@ _WEIGHT_FILES: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"}
 logger = init_logger(f"vllm.{__name__}")
 
 
+class NoPressure(BackpressureDetector):  # type: ignore[misc]  # vLLM ships no types
+    """The detector of back-pressure where none is configured: every store is welcome."""
+
+    def should_store(self, num_blocks: int) -> bool:  # noqa: ARG002
+        """Return that it is to be carried out."""
+        return True
+
+    def on_store_completed(self, elapsed_s: float, num_bytes: int) -> None:
+        """Note nothing."""
+
+    def is_under_pressure(self) -> bool:
+        """Return that it is not."""
+        return False
+
+    def reset(self) -> None:
+        """Forget nothing."""
+
+
 class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships no types
     """A folder that keeps chunks over restarts, within a capacity.
 
@@ -70,7 +89,7 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
         capacity: the most bytes that the files take, for each replica: a number, or "100GiB".
         weights: names the weights, where the name of the model does not: a revision, say. Of a
             model in a local folder the names, sizes and times of its files are looked at besides.
-        backpressure_detector: vLLM's own.
+        backpressure_detector: vLLM's own, if it is configured.
 
     Raises:
         InvalidArgumentError: an option has a value that it cannot have.
@@ -90,7 +109,7 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
         weights: str = "",
         backpressure_detector: Any = None,  # noqa: ANN401
     ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
         parallel = offloading_spec.config.parallel
         if parallel.data_parallel_size > 1:
             path = Path(path) / f"replica-{parallel.data_parallel_index}"
@@ -99,6 +118,8 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
             meaning_of(fields_of(offloading_spec, self._block_size_bytes, weights)),
             self._block_size_bytes,
         )
+        self._bp_detector = backpressure_detector or NoPressure()
+        self._bp_detector.reset = self._hear_of(self._bp_detector.reset)
         self._rows = primary_kv_view.cast("B")
         # One thread each, so that a load does not wait for the stores that were submitted before.
         self._loads = ThreadPoolExecutor(1, "kvcore-tier-load")
@@ -106,6 +127,15 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
         self._running: dict[int, Future[JobResult]] = {}
         self._reported: dict[str, int] = {}
         logger.info("kvcore: %s: %d chunks are there", path, self.disk.stats.num_records)
+
+    def _hear_of(self, reset: Callable[[], None]) -> Callable[[], None]:
+        """Return a reset of the detector that forgets every record as well."""
+
+        def both() -> None:
+            self.disk.clear()
+            reset()
+
+        return both
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:  # noqa: ANN401, ARG002
         """Return whether a chunk is there. O(1), without input or output."""
@@ -179,9 +209,8 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait for all that runs, and forget every chunk, see above. O(bytes under way)."""
+        """Wait for all that runs. O(bytes under way)."""
         wait(self._running.values())
-        self.disk.clear()
 
     def shutdown(self) -> None:
         """Finish what runs, drop what waits, and let go of the folder and of vLLM's memory."""

@@ -1,7 +1,7 @@
 """The disk tier: copies in append-only segments that survive the process.
 
 Decides: where a record goes, what is evicted, and when a segment is rewritten. Records are appended
-to the newest segment. An evicted record stays where it is, as dead bytes, and is marked in one byte;
+to the newest segment. An evicted record stays where it is, as dead bytes, marked in one byte;
 when the capacity is reached, the segment with the most dead bytes is compacted: its other records
 are copied to the newest segment and the file is deleted. Live records may take seven eighths of the
 capacity less two segments, so there are always dead bytes to win, and the room of one segment is

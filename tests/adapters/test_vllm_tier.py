@@ -225,6 +225,19 @@ def test_a_reset_forgets_what_was_written_because_the_weights_may_be_others(begi
     assert begin().load(1) == content(1, "new weights")
 
 
+def test_the_configured_detector_of_back_pressure_is_asked(begin):
+    slow = {"backpressure_cls": "EMABackpressureDetector", "policy_cls": "DropStorePolicy"}
+    limits = {"high_water_s": 1e-9, "low_water_s": 1e-10, "warmup_completions": 1}
+    life = begin(options={"backpressure": slow | limits})
+    for number in range(9):
+        life.store([number])
+    assert life.tier.bp_detector.is_under_pressure()
+    assert life.tier.bp_detector.stats["store_latency_ema"] > 0
+    assert life.tier.disk.stats.num_stored < 9
+    life.manager.reset_cache()
+    assert not life.tier.bp_detector.is_under_pressure()
+
+
 def test_the_scheduler_waits_for_nothing_but_a_reset_waits_for_all(begin):
     life = begin()
     go_on, put = threading.Event(), life.tier.disk.put
@@ -245,7 +258,7 @@ def test_the_scheduler_waits_for_nothing_but_a_reset_waits_for_all(begin):
     ended = [*life.tier.get_finished_jobs()]
     assert [one.job_id for one in ended] == [0, 1, 2]
     assert [*life.tier.get_finished_jobs()] == []
-    assert life.tier.lookup(key(0), ReqContext("r")) is LookupResult.MISS
+    assert life.tier.lookup(key(0), ReqContext("r")) is LookupResult.HIT
 
 
 def test_a_load_of_which_a_part_is_gone_names_the_rest(begin):
@@ -374,7 +387,7 @@ def test_nothing_wrong_is_ever_loaded(tmp_path):
 
 
 BUGS = {
-    "a reset keeps the files": ("DiskTierManager", "drain_jobs", lambda self: None),
+    "a reset keeps the files": ("DiskTierManager", "_hear_of", lambda _, reset: reset),
     "weights mean nothing": ("", "fields_of", lambda *_: {}),
     "keys leave out the hash": ("", "_key_of", lambda one: vllm_tier.key_of(0, bytes(32))),
 }
