@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 NUM_BYTES = 4096
 CAPACITY = 1 << 22
 MEANING = tiers.meaning_of({"weights": "a"})
-KEEPS = 600  # records of the last writer that the capacity holds in any case
+KEEPS = 600  # records that the capacity holds in any case
 WRITER = """
 import sys
 from tests.kvcore.tiers.kills import *
