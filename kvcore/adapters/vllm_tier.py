@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
@@ -50,9 +51,7 @@ FAULTS: Final = "vllm:kv_offload_tiering_kvcore_faults"
 """The counter of records that were not served or not written, by `kind`."""
 
 _KEY_BYTES: Final = 36
-_OTHER_HASHES: Final = (
-    "kvcore: nothing is stored: wanted --prefix-caching-hash-algo sha256 or sha256_cbor"
-)
+_OTHER_HASHES: Final = "kvcore: nothing is stored: wanted --prefix-caching-hash-algo sha256_cbor"
 _SIZE: Final = re.compile(r"(\d+) ?([KMGT]iB|)")
 _UNITS: Final = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _WEIGHT_FILES: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"}
@@ -61,7 +60,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class NoPressure(BackpressureDetector):  # type: ignore[misc]  # vLLM ships no types
-    """The detector of back-pressure where none is configured: every store is welcome."""
+    """The detector where none is configured: every store is welcome."""
 
     def should_store(self, num_blocks: int) -> bool:  # noqa: ARG002
         """Return that it is to be carried out."""
@@ -85,10 +84,11 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
         offloading_spec: vLLM's configuration of offloading.
         primary_kv_view: vLLM's host memory: [num_chunks, bytes of a chunk].
         tier_type: the name that the configuration gives it, for metrics.
-        path: the folder. Each data parallel replica has a folder of its own in it.
+        path: the folder; each data parallel replica has one of its own in it.
         capacity: the most bytes that the files take, for each replica: a number, or "100GiB".
-        weights: names the weights, where the name of the model does not: a revision, say. Of a
-            model in a local folder the names, sizes and times of its files are looked at besides.
+        weights: names the weights where the model's name does not: a revision, say. Of a local
+            model the names, sizes and times of its files count too.
+        locality: "LOCAL" or "REMOTE", for requests that name tiers.
         backpressure_detector: vLLM's own, if it is configured.
 
     Raises:
@@ -107,9 +107,11 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
         path: str | os.PathLike[str],
         capacity: int | str,
         weights: str = "",
+        locality: str | None = None,
         backpressure_detector: Any = None,  # noqa: ANN401
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.locality = None if locality is None else Locality(locality)
         parallel = offloading_spec.config.parallel
         if parallel.data_parallel_size > 1:
             path = Path(path) / f"replica-{parallel.data_parallel_index}"
@@ -121,7 +123,7 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
         self._bp_detector = backpressure_detector or NoPressure()
         self._bp_detector.reset = self._hear_of(self._bp_detector.reset)
         self._rows = primary_kv_view.cast("B")
-        # One thread each, so that a load does not wait for the stores that were submitted before.
+        # One thread each: a load does not wait for earlier stores.
         self._loads = ThreadPoolExecutor(1, "kvcore-tier-load")
         self._stores = ThreadPoolExecutor(1, "kvcore-tier-store")
         self._running: dict[int, Future[JobResult]] = {}
@@ -185,16 +187,15 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
         self, job_id: int, rows: list[tuple[bytes, int]], move: Callable[[Key, memoryview], bool]
     ) -> JobResult:
         """Move the rows of one job; those that could be moved are named. O(bytes)."""
-        began, size = time.monotonic(), self._block_size_bytes
-        moved = [
-            key
-            for key, row in rows
-            if move(_key_of(key), self._rows[row * size : (row + 1) * size])
-        ]
+        began, size, moved = time.monotonic(), self._block_size_bytes, []
+        for key, number in rows:
+            row = self._rows[number * size : (number + 1) * size]
+            if len(row) == size and move(_key_of(key), row):
+                moved.append(key)
         return JobResult(
             job_id=job_id,
             success=len(moved) == len(rows),
-            successful_keys=tuple(moved),
+            successful_keys=tuple(moved) or None,
             transfer_time=time.monotonic() - began,
             transfer_bytes=len(moved) * size,
         )
