@@ -28,6 +28,10 @@ class TierError(KVCoreError):
     """A tier cannot start: the folder, its owner, its version or the capacity does not allow it."""
 
 
+class TierInUseError(TierError):
+    """A tier cannot start: another process has its folder."""
+
+
 @dataclass(slots=True)
 class TierStats:
     """The counters of one tier. Read them; the tier writes them.
