@@ -120,7 +120,7 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
             meaning_of(fields_of(offloading_spec, self._block_size_bytes, weights)),
             self._block_size_bytes,
         )
-        self._bp_detector = backpressure_detector or NoPressure()
+        self._bp_detector: Any = backpressure_detector or NoPressure()
         self._bp_detector.reset = self._hear_of(self._bp_detector.reset)
         self._rows = primary_kv_view.cast("B")
         # One thread each: a load does not wait for earlier stores.

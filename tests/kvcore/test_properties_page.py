@@ -72,6 +72,10 @@ def test_the_planted_bugs_beside_a_property_are_caught_by_it(prop):
     assert named(cell) or prop in {"P26", "P28"}
 
 
+def test_every_planted_bug_of_tiers_is_on_the_page():
+    assert {*PLANTED} <= {*named(PROPERTIES)}
+
+
 def test_every_rule_that_bugs_ask_for_is_a_method_of_the_machine():
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", RULES, re.MULTILINE)
     assert len(rows) > 30
