@@ -120,11 +120,11 @@ class DiskTierManager(SecondaryTierManager):  # type: ignore[misc]  # vLLM ships
             meaning_of(fields_of(offloading_spec, self._block_size_bytes, weights)),
             self._block_size_bytes,
         )
-        self._bp_detector: Any = backpressure_detector or NoPressure()
-        self._bp_detector.reset = self._hear_of(self._bp_detector.reset)
+        detector: Any = NoPressure() if backpressure_detector is None else backpressure_detector
+        detector.reset = self._hear_of(detector.reset)
+        self._bp_detector = detector
         self._rows = primary_kv_view.cast("B")
-        # One thread each: a load does not wait for earlier stores.
-        self._loads = ThreadPoolExecutor(1, "kvcore-tier-load")
+        self._loads = ThreadPoolExecutor(1, "kvcore-tier-load")  # waits for no store
         self._stores = ThreadPoolExecutor(1, "kvcore-tier-store")
         self._running: dict[int, Future[JobResult]] = {}
         self._reported: dict[str, int] = {}
