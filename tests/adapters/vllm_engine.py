@@ -192,6 +192,9 @@ def serve(options):
         gpu_memory_utilization=0.2, async_scheduling=options.ahead, seed=0,
         enable_prefix_caching=not options.uncached,
         speculative_config=drafts_of(options),
+        # The CPU's rotary_embedding of 0.32 gives head h of token t the position of token
+        # t * heads + h, of another request perhaps, where queries have three dimensions: LFM2's.
+        compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
         skip_tokenizer_init=True, enable_lora=has_adapters, max_loras=3 if has_adapters else 1,
     )  # fmt: skip
     adapters = [None]
@@ -238,7 +241,6 @@ def run(side, blocks, options, folder):
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
         env=os.environ | {
             "VLLM_PLUGINS": "kvcore" if side == "kvcore" else "",
-            "KVCORE_VLLM_STATES": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "OMP_NUM_THREADS": "1",  # small matrices are no work for two
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
