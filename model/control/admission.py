@@ -75,14 +75,23 @@ class Admission:
         """What a start would find in the cache, load and take, token by token. O(its tokens)."""
         tokens, items = request.tokens, request.items
         namespace = self._namespace(request)
-        copy = request.host_copy
+        copy, skips = request.host_copy, request.is_scoring
         if copy is None:
-            return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1)
+            return self._kv.plan(
+                tokens, namespace=namespace, items=items, chunk=1, skip_reading=skips
+            )
         stored = copy.num_tokens
-        plan = self._kv.plan(tokens, namespace=namespace, items=items, chunk=1, num_external=stored)
+        plan = self._kv.plan(
+            tokens,
+            namespace=namespace,
+            items=items,
+            chunk=1,
+            num_external=stored,
+            skip_reading=skips,
+        )
         if self._is_of_use(copy, plan.num_cached_tokens):
             return plan
-        return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1)
+        return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1, skip_reading=skips)
 
     def _is_of_use(self, copy: HostCopy, num_cached_tokens: int) -> bool:
         """Whether a copy reaches down to what is found, and further than that. O(1)."""
@@ -199,13 +208,14 @@ class Admission:
             items=request.items,
             retain=request.retain,
             boundaries=request.boundaries,
+            skip_reading=request.is_scoring,
             resumed=request.num_preemptions > 0 or request.has_asked_tiers,
         )
         request.start(sequence)
         self._unsettled[request.request_id] = request
         copy = request.host_copy
         if copy is None:
-            if self._tiers is not None and self._tiers.begin(request):
+            if self._tiers is not None and not request.is_scoring and self._tiers.begin(request):
                 del self._unsettled[request.request_id]
             return None
         if not self._is_of_use(copy, sequence.num_computed_tokens):

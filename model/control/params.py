@@ -118,6 +118,15 @@ class SamplingParams:
         least=0,
         most=MAX_LOGPROBS,
     )
+    prompt_logprobs: int | None = setting(
+        None,
+        help="report the log-probability of each prompt token but the first, and of this many of "
+        "the most likely tokens in its place; the prompt is computed whole, without prefix cache "
+        "hits",
+        least=0,
+        most=MAX_LOGPROBS,
+        flag="",
+    )
 
     grammar: Grammar | None = setting(
         None, help="structured outputs: the grammar that the text must follow", flag=""

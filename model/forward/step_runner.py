@@ -25,6 +25,7 @@ from model.forward.cuda_graphs import CudaGraphs, Passed
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
+from model.sample.prompt_scores import score_prompts
 from model.sample.request_sampler import RequestSampler
 
 
@@ -132,14 +133,19 @@ class StepRunner:
             self._sanitizer.begin_step(step, tensors, network.caches, network.layout)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
-            passed = self._pass(tensors)
+            num_scored = sum([chunk.num_scored for chunk in step.chunks])
+            passed = self._pass(tensors, may_replay=not num_scored)
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
         rows = (*sampling, *rows_behind(drafted)) if drafted else sampling
         with watch.on_device(SAMPLE):
+            logits, scored = passed.logits, None
+            if num_scored:  # their rows are the last
+                scored = score_prompts(step.chunks, logits[-num_scored:])
+                logits = logits[:-num_scored]
             drawn = self._sampler.draw(
-                passed.logits,
+                logits,
                 rows,
                 passed.most_likely,
                 newest,
@@ -148,10 +154,12 @@ class StepRunner:
             )
             if self.can_defer_read(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
-        return Flight(sampling, drawn, drafted)
+        return Flight(sampling, drawn, drafted, scored)
 
-    def _pass(self, tensors: StepTensors) -> Passed:
-        bucket = None if self._graphs is None else self._graphs.bucket_of(tensors)
+    def _pass(self, tensors: StepTensors, *, may_replay: bool) -> Passed:
+        bucket = None
+        if self._graphs is not None and may_replay:
+            bucket = self._graphs.bucket_of(tensors)
         if self._graphs is not None and bucket is not None:
             return self._graphs.replay(tensors, bucket)
         tensors = tensors.to(self._network.device)
