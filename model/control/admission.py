@@ -24,9 +24,12 @@ from dataclasses import replace
 import kvcore
 from model.control.config import SchedulerConfig
 from model.control.request import HostCopy, Request
-from model.control.step import Transfer
+from model.control.step import Chunk, Transfer
 from model.control.tier_transfers import TierTransfers
 from model.errors import SchedulerStateError
+
+MAX_SCORED_TOKENS = 256
+"""The most prompt tokens of a step whose log-probabilities are computed: their logits are held."""
 
 
 class Admission:
@@ -166,6 +169,19 @@ class Admission:
             else:
                 too_many = middle
         return fits
+
+    @staticmethod
+    def num_plannable(request: Request, budget: int, planned: Iterable[Chunk]) -> int:
+        """The next tokens that a step has budget for, and memory for their logits if they score.
+
+        Those of requests that want log-probabilities of their prompts do, but for the last token of
+        a prompt. O(num_planned) for such a request.
+        """
+        wanted = min(request.num_uncomputed_tokens, budget)
+        if not request.num_to_score(1):
+            return wanted
+        held = sum([chunk.num_scored for chunk in planned])
+        return min(wanted, MAX_SCORED_TOKENS - held)
 
     def is_coming(self, request: Request) -> bool:
         """Whether there is room for one more token once this step's transfers are done. O(1)."""

@@ -263,6 +263,13 @@ class Request:
             and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
         )
 
+    def num_to_score(self, num_tokens: int) -> int:
+        """How many of its next tokens give log-probabilities of its prompt. O(1)."""
+        if not self.is_scoring:
+            return 0
+        left = self.num_prompt_tokens - 1 - self.num_computed_tokens
+        return max(0, min(num_tokens, left))
+
     def score(self, position: int, tokens: Sequence[SampledToken]) -> None:
         """Record prompt tokens from a position on; what was known already stays. O(tokens).
 

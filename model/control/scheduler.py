@@ -59,9 +59,6 @@ from model.control.step import (
 from model.control.tier_transfers import TierTransfers
 from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerStateError
 
-MAX_SCORED_TOKENS = 256
-"""The most prompt tokens of a step whose log-probabilities are computed: their logits are held."""
-
 
 class Scheduler:
     """Moves requests from waiting to finished; owns their sequences in `kv`.
@@ -233,7 +230,6 @@ class Scheduler:
         if self._tiers is not None and self._tiers.settle():
             self._no_room = None
         self._budget = self.config.max_num_batched_tokens
-        self._score_budget = MAX_SCORED_TOKENS
         self._planned, self._stores, self._loads = {}, [], []
         self._admission.begin_step()
         if self.config.long_above is not None:
@@ -438,9 +434,7 @@ class Scheduler:
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether a request before it is about to compute the next block this one could hit."""
         end = num_cached_tokens + self._kv.block_size
-        if request.is_scoring:  # it computes its whole prompt itself
-            return False
-        if not self._kv.enable_caching or end >= request.num_tokens:
+        if not self._kv.enable_caching or request.is_scoring or end >= request.num_tokens:
             return False
         prefix, is_long = request.tokens[:end], self._admission.is_long(request)
         return any(
@@ -471,11 +465,9 @@ class Scheduler:
     def _plan_chunk(self, request: Request) -> None:
         """Plan what fits of a running request into budget and blocks; it may have to wait."""
         if self._has_room(request):
-            wanted = min(request.num_uncomputed_tokens, self._budget)
-            if _num_to_score(request, 1):
-                wanted = min(wanted, self._score_budget)
-                if not wanted:
-                    return
+            wanted = self._admission.num_plannable(request, self._budget, self._planned.values())
+            if not wanted:
+                return
             if self._keeps_states:
                 wanted = self._kv.chunk_length(request.running_sequence, wanted)
             num_tokens = self._admission.num_reservable(request, wanted)
@@ -498,7 +490,6 @@ class Scheduler:
         chunk = self._planned.pop(request.request_id, None)
         if chunk is not None:
             self._budget += chunk.num_tokens
-            self._score_budget += chunk.num_scored
         transfer = self._admission.close_sequence(request)
         if transfer is not None:
             self._stores.append(transfer)
@@ -515,13 +506,9 @@ class Scheduler:
 
     def _add_chunk(self, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens
-        num_scored = _num_to_score(request, num_tokens)
-        self._planned[request.request_id] = Chunk(
-            request, start, num_tokens, samples, num_scored=num_scored
-        )
+        how = (start + num_tokens == request.num_tokens, (), (), request.num_to_score(num_tokens))
+        self._planned[request.request_id] = Chunk(request, start, num_tokens, *how)
         self._budget -= num_tokens
-        self._score_budget -= num_scored
 
     def _plan_followers(self) -> None:
         """Give each chunk that ends a prompt the further samples that wait for it."""
@@ -763,11 +750,3 @@ class Scheduler:
 
 
 _order = attrgetter("order")
-
-
-def _num_to_score(request: Request, num_tokens: int) -> int:
-    """How many of the next tokens of a request give log-probabilities of its prompt. O(1)."""
-    if not request.is_scoring:
-        return 0
-    left = request.num_prompt_tokens - 1 - request.num_computed_tokens
-    return max(0, min(num_tokens, left))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
-from model.control import scheduler
+from model.control import admission
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.submission import Submission
@@ -104,7 +104,7 @@ def test_samples_share_them_and_a_prompt_without_them_hits_what_they_left():
 
 
 def test_a_step_holds_a_bounded_number_of_rows(monkeypatch):
-    monkeypatch.setattr(scheduler, "MAX_SCORED_TOKENS", 5)
+    monkeypatch.setattr(admission, "MAX_SCORED_TOKENS", 5)
     engine, rows = engine_of(), []
     score = prompt_scores.score_prompts
 
