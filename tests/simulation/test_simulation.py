@@ -72,6 +72,12 @@ _FROM = {  # the first seed that shows a bug
     "BlindEncoder": 3,
     "OneSpaceIndex": 3,
     "KeepingIndex": 3,
+    "StartsBeforeItsBytesAreThere": 5,
+    "LeavesOutTheEndOfALoad": 5,
+    "finds_what_other_salts_have": 29,
+    "stores_what_is_reused": 117,
+    "WaitsForEver": 429,
+    "KeepsTheBlocksOfTheAborted": 570,
 }
 
 
