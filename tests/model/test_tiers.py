@@ -30,8 +30,12 @@ GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def always_worth(monkeypatch):
-    """Networks this small compute faster than they load: what is found is loaded all the same."""
+    """Networks this small compute faster than they load: what is found is loaded all the same.
+
+    A load is waited for on a machine that is busy too.
+    """
     monkeypatch.setattr(TransferCosts, "is_worth", lambda *_: True)
+    monkeypatch.setattr(TransferCosts, "deadline_s", lambda *_: 60.0)
 
 
 @pytest.fixture(params=["read at once", "read late"])
@@ -66,6 +70,9 @@ def run(engine, prompts=None, **fields):
             engine.step()
         told.append(request.output_tokens)
         kvcore.check(engine.kv)
+        while engine.tiers is not None and engine.tiers._stores:
+            engine.tiers.wait()
+            engine.tend()
     return told
 
 
@@ -326,8 +333,8 @@ def test_a_step_that_fails_leaves_nothing_on_its_way(held, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("part_bytes", [1, 1 << 20], ids=["a block at once", "all at once"])
 def test_whole_jobs_move_the_same_bytes(part_bytes, tmp_path, monkeypatch):
-    def stream_blocks(caches, began):
-        return StreamBlocks(caches.storages, began, part_bytes=part_bytes)
+    def stream_blocks(caches, began, lock):
+        return StreamBlocks(caches.storages, began, lock, part_bytes=part_bytes)
 
     monkeypatch.setattr(tiers_module, "device_of", stream_blocks)
     engine = make(disk=tmp_path, sanitize=True)
