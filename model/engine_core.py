@@ -71,6 +71,11 @@ class Output:
         pairs = zip(self.token_ids, self._chances, strict=False)
         return tuple([SampledToken(token, *chance) for token, chance in pairs])
 
+    def then(self, later: "Output") -> "Output":
+        """This and what a later step gave the same request. O(tokens)."""
+        tokens, chances = self.token_ids + later.token_ids, (*self._chances, *later._chances)
+        return Output(self.request, tokens, self._stream, chances)
+
     def take_text(self) -> str:
         """The request's text that became final since this was last called; often none.
 
@@ -369,11 +374,9 @@ class EngineCore:
         orders = self._scheduler.advance(step)
         if orders:
             self._runner.copy(orders)
-        if self._runner.can_defer_read(launched.sampling):
-            self._unread = launched if step.chunks else None
-        else:
-            self._unread = None
-            outputs += self._accept(launched)
+        self._unread = launched if step.chunks else None
+        if not self._runner.can_defer_read(launched.sampling):
+            outputs = self._read_at_once(launched, outputs)
         if (
             not step.chunks
             and previous is None
@@ -482,6 +485,25 @@ class EngineCore:
                 self._end(request, stream)
             outputs.append(Output(request, given, stream, logprobs.get(number, ())))
         return outputs
+
+    def _read_at_once(self, launched: Flight, before: list[Output]) -> list[Output]:
+        """Accept a step before the next one is sent; its outputs joined to those of the step before.
+
+        Each request has one output, so that an end is told with all tokens before it.
+        """
+        try:
+            outputs = self._accept(launched)
+        except BaseException:  # the step is committed, and nothing is known of what it has written
+            self._abandon(Step(()))
+            raise
+        self._unread = None
+        if not before:
+            return outputs
+        joined = {output.request.request_id: output for output in before}
+        for output in outputs:
+            number = output.request.request_id
+            joined[number] = joined[number].then(output) if number in joined else output
+        return list(joined.values())
 
     def _verify(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
         """The tokens behind the first one of each request whose draft tokens were accepted.

@@ -165,6 +165,26 @@ class GoesOnAfterAFault(EngineCore):
 
 
 @bug("core")
+class TellsTheEndWithTheTokenBefore(EngineCore):
+    """Where a step is too wide to be read late, a request has two outputs, and both say its end."""
+
+    def _read_at_once(self, launched, before):
+        return before + super()._read_at_once(launched, [])
+
+
+@bug("core")
+class KeepsWhatCouldNotBeRead(EngineCore):
+    """What a step has written is found, although the device failed before it could be read."""
+
+    def _read_at_once(self, launched, before):
+        abandon, self._abandon = self._abandon, lambda _: None
+        try:
+            return super()._read_at_once(launched, before)
+        finally:
+            self._abandon = abandon
+
+
+@bug("core")
 class CopiesForksTooLate(EngineCore):
     """The copies of forks are carried out one step late."""
 

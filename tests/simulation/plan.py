@@ -79,8 +79,9 @@ class Fault:
     """Something that goes wrong.
 
     Attributes:
-        kind: "step": a step of the device fails; "logits": some are no numbers; "drain": the server
-            is asked to end; those of several replicas are in `fleet.py`.
+        kind: "step": a step of the device fails when it is sent; "read": when its tokens are read;
+            "logits": some are no numbers; "drain": the server is asked to end; those of several
+            replicas are in `fleet.py`.
         at: the number of the step, or the time in seconds.
     """
 
@@ -152,12 +153,17 @@ def draw_plan(seed, *, faulty=True):
                 ignores_eos=draw.random() < 0.5,
                 retains=swarm["retains"] and draw.random() < 0.3,
                 streams=draw.random() < 0.7,
-                leaves_s=draw.expovariate(100) if swarm["leaves"] and draw.random() < 0.3 else None,
+                leaves_s=_draw_leaving(draw) if swarm["leaves"] and draw.random() < 0.3 else None,
                 pause_s=draw.expovariate(500) if swarm["slow"] and draw.random() < 0.3 else 0.0,
             )
         )
     faults = _draw_faults(draw, at_s, features) if faulty else ()
     return Plan(seed, features, tuple(asks), faults)
+
+
+def _draw_leaving(draw):
+    """After how long a client leaves: some while their request is on its way to the engine."""
+    return draw.choice((0.0, draw.expovariate(20000), draw.expovariate(100)))
 
 
 def _draw_features(draw):
@@ -192,7 +198,10 @@ def _draw_features(draw):
 def _draw_faults(draw, until_s, features):
     faults = []
     if draw.random() < 0.35 and features.num_ranks == 1:  # else a rank is lost, and all end
-        faults += [Fault("step", draw.randint(0, 60)) for _ in range(draw.randint(1, 3))]
+        for _ in range(draw.randint(1, 3)):
+            faults.append(Fault(draw.choice(("step", "read")), draw.randint(0, 60)))
+            if draw.random() < 0.2:  # the engine does not compute any more
+                faults.append(Fault("step", faults[-1].at + 1))
     if draw.random() < 0.25:
         faults += [Fault("logits", draw.randint(0, 100)) for _ in range(draw.randint(1, 3))]
     if features.num_replicas > 1:

@@ -40,14 +40,18 @@ PATIENCE_S = 0.02  # as _MOST_ABSENT
 class Faults:
     """What goes wrong in the device: at which of its steps and draws."""
 
-    steps: frozenset = frozenset()
-    logits: frozenset = frozenset()
+    step: frozenset
+    read: frozenset
+    logits: frozenset
     num_steps: int = 0
     num_draws: int = 0
 
     def step_fails(self):
         self.num_steps += 1
-        return self.num_steps - 1 in self.steps
+        return self.num_steps - 1 in self.step
+
+    def read_fails(self):
+        return self.num_steps - 1 in self.read
 
     def logits_fail(self):
         self.num_draws += 1
@@ -164,13 +168,14 @@ class Replica:
     def _make_core(self, group):
         """The engine of a rank; of the only one if there is no group."""
         features, bug = self.features, self.run.bug
-        of = {
+        faults = Faults(**{
             kind: frozenset(int(f.at) for f in self.run.plan.faults if f.kind == kind)
-            for kind in ("step", "logits")
-        }
+            for kind in ("step", "read", "logits")
+        })  # fmt: skip
         kv = make_kv(features, bug.get("kv", KVCacheManager))
         is_async = features.is_async and not features.drafts
-        device = Device(self.host, kv, Faults(of["step"], of["logits"]), is_async=is_async)
+        most_deferred = max(1, features.max_num_seqs // 2) if is_async else 0
+        device = Device(self.host, kv, faults, most_deferred)
         self.pools.append(kv)
         self.devices.append(device)
         config = SchedulerConfig(

@@ -288,12 +288,12 @@ class Run:
     def _explained(self, ask):
         """The errors for which a client finds a reason in the plan."""
         faults = {fault.kind for fault in self.plan.faults}
-        ends = {"drain", "step", "kill", "restart", "leave"}
+        ends = {"drain", "step", "read", "kill", "restart", "leave"}
         reasons = {
             NotServingError: faults & ends,
             QueueFullError: self.plan.features.max_waiting < 1000,
             RequestTooLongError: self._is_too_long(ask),
-            EngineFaultError: "step" in faults,
+            EngineFaultError: faults & {"step", "read"},
             NumericalError: "logits" in faults,
         }
         return {error for error, reason in reasons.items() if reason}
