@@ -7,7 +7,9 @@ and nothing ever waits for what cannot come.
 """
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 from kvcore import Retention
@@ -25,8 +27,11 @@ from tests.simulation.replica import PATIENCE_S, Replica
 
 _RETENTION = Retention(0, 8, 1, 5)
 _RETRIES = 4
+_RECOVERY_STEPS = 4  # of the device, from one that fails to the end of those that try it
 _PAUSE_S = 0.005  # before a request is sent again
 _LOST = "the replica was lost"
+_NOT_TAKEN = (_LOST, "503", "NotServingError")
+_FAILED = ("500", "None", "EngineFaultError", "NumericalError")
 _ERRORS = {  # of the engine, by the status of an answer; None: the answer had begun
     429: {QueueFullError},
     503: {NotServingError},
@@ -81,6 +86,10 @@ class Heard:
             if reason is None:
                 raise ViolationError(f"{self._name}: sample {number} has no end")
         return " ".join(reason.value for reason in self._reasons)
+
+    def follow_up(self, ask):
+        """The next question of a client whose answer broke off: all that was said, and a token."""
+        return dataclasses.replace(ask, prompt=(*ask.prompt, *self._tokens[0], 1))
 
     def check(self, submission):
         """Compare with what the request gives alone."""
@@ -167,9 +176,8 @@ class Run:
         """Time in which everything ends: all of it one after another, several times over."""
         tokens = sum((len(a.prompt) + a.max_tokens) * a.num_samples for a in self.plan.asks)
         pauses = sum(a.pause_s * a.max_tokens * a.num_samples for a in self.plan.asks)
-        again = 1 if self.fleet is None else _RETRIES
         allowed_s = 1.0 + pauses + 0.01 * tokens
-        return again * allowed_s + (self.plan.asks[-1].at_s if self.plan.asks else 0.0)
+        return _RETRIES * allowed_s + (self.plan.asks[-1].at_s if self.plan.asks else 0.0)
 
     async def _drain(self, at_s):
         await asyncio.sleep(at_s)
@@ -198,21 +206,24 @@ class Run:
         self.tell(f"client {ask.number}: {how}")
 
     async def _send(self, ask):
-        """Send a request, again where its replica is lost or takes none; how it ended."""
-        if self.fleet is None:
-            return await self._attempt(ask, self.replicas[0], Heard(ask))
+        """Send a request, again where it is lost, not taken or fails; how it ended."""
         how = "no replica"
         for _ in range(_RETRIES):
-            replica, ticket = self.fleet.choose(ask)
+            if self.fleet is None:
+                replica, ticket = self.replicas[0], None
+            else:
+                replica, ticket = self.fleet.choose(ask)
             if replica is not None:
                 heard = Heard(ask)
                 try:
-                    how = await self._attempt(ask, replica, heard, ticket.has_begun)
+                    how = await self._attempt(ask, replica, heard, ticket and ticket.has_begun)
                 finally:
-                    self.fleet.end(ticket)
-                if heard.has_begun or how not in (_LOST, "503", "NotServingError"):
+                    if ticket is not None:
+                        self.fleet.end(ticket)
+                if not (how in _FAILED or (how in _NOT_TAKEN and not heard.has_begun)):
                     return how
                 self.tell(f"client {ask.number}: {how}, it asks again")
+                ask = heard.follow_up(ask) if how in _FAILED else ask
             await asyncio.sleep(_PAUSE_S)
         return how
 
@@ -301,8 +312,17 @@ class Run:
     def _is_too_long(self, ask):
         return len(ask.prompt) + ask.max_tokens > self.replicas[0].core.max_model_len
 
+    def _may_stop(self):
+        """Whether the plan has a device that fails again while the engine sees if it computes."""
+        at = sorted(f.at for f in self.plan.faults if f.kind in ("step", "read"))
+        return self.drained is not None or any(b - a <= _RECOVERY_STEPS for a, b in pairwise(at))
+
     async def _settle(self):
         """Everything is over: what is left?"""
+        for replica in self.replicas:
+            is_stopped = replica.engine.health.state is EngineState.STOPPED
+            if is_stopped and not (replica.is_over or self._may_stop()):
+                raise ViolationError(f"{replica.name} has stopped, and its device computes")
         if self.drained is None:
             for replica in self.replicas:
                 if not replica.is_over and replica.engine.health.state is not EngineState.STOPPED:
