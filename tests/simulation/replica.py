@@ -15,8 +15,6 @@ from model.control.config import SchedulerConfig
 from model.control.drafts import NgramDrafts
 from model.control.scheduler import Scheduler
 from model.engine_core import EngineCore
-from model.serve.app import create_app
-from model.serve.config import ServeConfig
 from model.twins import TwinCore
 from tests.simulation.device import (
     VOCABULARY,
@@ -27,10 +25,11 @@ from tests.simulation.device import (
     ViolationError,
     make_kv,
 )
+from tests.simulation.http import serve
 from tests.simulation.loop import SimulatedHost
 from tests.simulation.ranks import make_groups
 
-_CHECK_CHANCE = 0.03
+_CHECK_CHANCE = 0.01  # of a step; a run that fails is repeated with all of them checked
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
 _MOST_STILL = 6  # steps in which the first in order may stand still, copies and reads included
 PATIENCE_S = 0.02  # as _MOST_ABSENT
@@ -154,7 +153,7 @@ class Replica:
         )  # fmt: skip
         self.app = None
         if features.speaks_http:
-            self.app = create_app(self.engine, ServeConfig(), has_page=False)
+            self.app = serve(self.engine, len(run.replicas))
 
     def _announce(self, engine, wake):
         features = self.features
@@ -220,7 +219,7 @@ class Replica:
         limit = self.core.max_num_seqs + self.features.max_waiting
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
-        is_checked = self._checks.random() < _CHECK_CHANCE
+        is_checked = self.run.checks_all or self._checks.random() < _CHECK_CHANCE
         self._order.check(self.core.running, self.core.waiting, is_whole=is_checked)
         if is_checked:
             self.check_pools()

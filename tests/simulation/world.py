@@ -8,6 +8,7 @@ and nothing ever waits for what cannot come.
 
 import asyncio
 import dataclasses
+import gc
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -114,10 +115,11 @@ class Run:
     Args:
         plan: what is done.
         bug: classes with a planted bug, in place of "kv", "scheduler", "core", "twin" or "front".
+        checks_all: whether the allocator is checked after every step, and not after a few.
     """
 
-    def __init__(self, plan, bug=None):
-        self.plan = plan
+    def __init__(self, plan, bug=None, *, checks_all=False):
+        self.plan, self.checks_all = plan, checks_all
         self.bug = bug or {}
         self.outcome = Outcome()
         self.loop = SimulatedLoop(Random(plan.seed + 2))
@@ -127,6 +129,7 @@ class Run:
     def __call__(self):
         """Run to the end; what came of it."""
         outcome, loop = self.outcome, self.loop
+        gc.disable()  # a run is short, and what it leaves is collected once
         try:
             loop.run_until_complete(self._main())
         except (ViolationError, DeadlockError, ModelError) as error:
@@ -137,6 +140,7 @@ class Run:
             outcome.num_tokens += sum(device.num_computed for device in replica.devices)
         outcome.seconds = loop.now
         loop.close()
+        gc.enable()
         return outcome
 
     def tell(self, line):
