@@ -133,10 +133,10 @@ def draw_plan(seed, *, faulty=True):
             ("long", 0.3),
         ]
     }  # fmt: skip
-    asks, at_s = [], 0.0
+    asks, at_s, rate = [], 0.0, draw.choice((300, 3000))
     stems = [tuple(_tokens(draw, draw.randint(1, 40))) for _ in range(3)]
     for number in range(draw.choice((3, 8, 20, 40))):
-        at_s += 0.0 if swarm["bursts"] and draw.random() < 0.7 else draw.expovariate(300)
+        at_s += 0.0 if swarm["bursts"] and draw.random() < 0.7 else draw.expovariate(rate)
         prompt = list(draw.choice(stems)) if swarm["shares"] and draw.random() < 0.7 else []
         prompt = prompt[: draw.randint(0, len(prompt))] if draw.random() < 0.3 else prompt
         prompt += _tokens(draw, draw.randint(1, 60 if swarm["long"] else 12))
