@@ -59,7 +59,7 @@ def _once(seed):
     plan = plan_of(seed)
     outcome = Run(plan)()
     print(plan.features, *plan.faults, *outcome.story, sep="\n")
-    print(outcome.violation or "nothing wrong")
+    print(outcome.violation or "nothing wrong", f"digest {outcome.digest}", sep="\n")
     return int(outcome.violation is not None)
 
 

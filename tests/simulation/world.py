@@ -9,6 +9,7 @@ and nothing ever waits for what cannot come.
 import asyncio
 import dataclasses
 import gc
+import hashlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -51,12 +52,20 @@ class Outcome:
         story: what happened, a line each.
         num_tokens: tokens that the device computed.
         seconds: simulated.
+        last_draw: what comes next of the numbers that decide who runs: it says how many were drawn.
     """
 
     violation: str | None = None
     story: list = field(default_factory=list)
     num_tokens: int = 0
     seconds: float = 0.0
+    last_draw: float = 0.0
+
+    @property
+    def digest(self):
+        """Of all that happened: equal for one seed on every machine and version of Python."""
+        told = "\n".join([*self.story, f"{self.violation} {self.num_tokens} {self.last_draw}"])
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 class Heard:
@@ -138,7 +147,7 @@ class Run:
             outcome.violation = f"an error that nobody handles: {loop.lost_errors[0]}"
         for replica in self.replicas:
             outcome.num_tokens += sum(device.num_computed for device in replica.devices)
-        outcome.seconds = loop.now
+        outcome.seconds, outcome.last_draw = loop.now, loop.draw.random()
         loop.close()
         gc.enable()
         return outcome
