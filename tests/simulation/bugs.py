@@ -460,6 +460,17 @@ class KeepsTheRemoved(wire.Subscriber):
             self._links.pop(name).close()
 
 
+class NeverCatchesUp(wire.Follower):
+    """What was lost stays unknown where a snapshot could be had later."""
+
+    def ask(self):
+        self.lacks = False
+        return super().ask()
+
+
+BUGS["NeverCatchesUp"] = ({}, ((subscriber, "Follower", NeverCatchesUp),))
+
+
 @bug("subscriber")
 class NeverEnds(wire.Subscriber):
     """A subscriber that is closed goes on listening."""

@@ -191,7 +191,7 @@ def _draw_features(draw):
         policy=draw.choice(("prefix", "prefix", "prefix", "round-robin", "power-of-two")),
         wakes=draw.random() < 0.5,
         replay_bytes=draw.choice((0, 2000, 1 << 20)),
-        network_faults=tuple(f for f in ("lose", "late", "repeat") if draw.random() < 0.4),
+        network_faults=tuple(f for f in ("lose", "late", "repeat", "mute") if draw.random() < 0.4),
     )
 
 
