@@ -372,9 +372,9 @@ class ForgetsPriorities(TwinCore):
 class NewOnesFirst(Scheduler):
     """What has just come starts before what was preempted."""
 
-    def _first_waiting(self, num_forks):
+    def _first_waiting(self):
         fresh = [r for r in self._waiting if not r.is_led and not r.num_preemptions]
-        found, count = super()._first_waiting(num_forks)
+        found, count = super()._first_waiting()
         return (fresh[0], count) if fresh and found is not None else (found, count)
 
 
@@ -382,8 +382,8 @@ class NewOnesFirst(Scheduler):
 class ShortOnesFirst(Scheduler):
     """A stream of short prompts starves a long one."""
 
-    def _first_waiting(self, num_forks):
-        found, count = super()._first_waiting(num_forks)
+    def _first_waiting(self):
+        found, count = super()._first_waiting()
         free = [r for r in self._waiting if not r.is_led]
         return (min(free, key=lambda r: r.num_tokens), count) if free else (found, count)
 

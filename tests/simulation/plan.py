@@ -19,7 +19,7 @@ class Features:
     block_size: int
     kinds: tuple[str, ...]  # of layer groups
     caches: bool
-    is_async: bool
+    most_deferred: int  # sampled tokens that are read after the next step is sent; 0: none
     drafts: bool
     num_host_blocks: int
     max_num_seqs: int
@@ -177,7 +177,7 @@ def _draw_features(draw):
         block_size=block_size,
         kinds=kinds,
         caches=draw.random() < 0.85,
-        is_async=draw.random() < 0.5,
+        most_deferred=draw.choice((0, 0, 0, 1, 3, 64)),
         drafts=draw.random() < 0.4,
         num_host_blocks=draw.choice((0, 0, 30, 300)),
         max_num_seqs=draw.choice((1, 2, 4, 16, 64)),

@@ -172,8 +172,7 @@ class Replica:
             for kind in ("step", "read", "logits")
         })  # fmt: skip
         kv = make_kv(features, bug.get("kv", KVCacheManager))
-        is_async = features.is_async and not features.drafts
-        most_deferred = max(1, features.max_num_seqs // 2) if is_async else 0
+        most_deferred = 0 if features.drafts else features.most_deferred
         device = Device(self.host, kv, faults, most_deferred)
         self.pools.append(kv)
         self.devices.append(device)
