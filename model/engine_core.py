@@ -48,9 +48,11 @@ class Output:
         request: whose; its status and finish reason are up to date.
         token_ids: the tokens that were drawn, in their order; none: its logits were no numbers, and
             it ended by that.
+        chances: the log-probability of each token, and the most likely tokens with theirs; empty
+            unless the request asks.
     """
 
-    __slots__ = ("_chances", "_stream", "request", "token_ids")
+    __slots__ = ("_stream", "chances", "request", "token_ids")
 
     def __init__(
         self,
@@ -62,19 +64,19 @@ class Output:
         self.request = request
         self.token_ids = token_ids
         self._stream = stream
-        self._chances = chances
+        self.chances = chances
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
         """The tokens, with how likely they were if their request asks. O(tokens)."""
-        if not self._chances:
+        if not self.chances:
             return tuple(map(SampledToken, self.token_ids))
-        pairs = zip(self.token_ids, self._chances, strict=False)
+        pairs = zip(self.token_ids, self.chances, strict=False)
         return tuple([SampledToken(token, *chance) for token, chance in pairs])
 
-    def then(self, later: "Output") -> "Output":
+    def then(self, later: Output) -> Output:
         """This and what a later step gave the same request. O(tokens)."""
-        tokens, chances = self.token_ids + later.token_ids, (*self._chances, *later._chances)
+        tokens, chances = self.token_ids + later.token_ids, (*self.chances, *later.chances)
         return Output(self.request, tokens, self._stream, chances)
 
     def take_text(self) -> str:
@@ -512,7 +514,7 @@ class EngineCore:
         return outputs
 
     def _read_at_once(self, launched: Flight, before: list[Output]) -> list[Output]:
-        """Accept a step before the next one is sent; its outputs joined to those of the step before.
+        """Accept a step before the next one is sent; its outputs joined to those of the last step.
 
         Each request has one output, so that an end is told with all tokens before it.
         """

@@ -16,8 +16,8 @@ class Network:
 
     Args:
         loop: time, and who goes first.
-        faults: which of "lose", "late", "repeat" and "mute" happen, until `calm`; "mute": no request
-            arrives.
+        faults: which of "lose", "late", "repeat" and "mute" (no request arrives) happen, until
+            `calm`.
     """
 
     def __init__(self, loop, faults=()):

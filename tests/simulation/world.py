@@ -325,17 +325,19 @@ class Run:
     def _is_too_long(self, ask):
         return len(ask.prompt) + ask.max_tokens > self.replicas[0].core.max_model_len
 
-    def _may_stop(self):
-        """Whether the plan has a device that fails again while the engine sees if it computes."""
+    def _check_recovered(self):
+        """An engine stops only if its device fails again while it sees whether that computes."""
         at = sorted(f.at for f in self.plan.faults if f.kind in ("step", "read"))
-        return self.drained is not None or any(b - a <= _RECOVERY_STEPS for a, b in pairwise(at))
+        fails_again = any(b - a <= _RECOVERY_STEPS for a, b in pairwise(at))
+        if self.drained is None and not fails_again:
+            for replica in self.replicas:
+                is_stopped = replica.engine.health.state is EngineState.STOPPED
+                if is_stopped and not replica.is_over:
+                    raise ViolationError(f"{replica.name} has stopped, and its device computes")
 
     async def _settle(self):
         """Everything is over: what is left?"""
-        for replica in self.replicas:
-            is_stopped = replica.engine.health.state is EngineState.STOPPED
-            if is_stopped and not (replica.is_over or self._may_stop()):
-                raise ViolationError(f"{replica.name} has stopped, and its device computes")
+        self._check_recovered()
         if self.drained is None:
             for replica in self.replicas:
                 if not replica.is_over and replica.engine.health.state is not EngineState.STOPPED:
