@@ -3,8 +3,8 @@
 The digest of a token depends on the namespace of its text and on all tokens before it; the next
 token follows from it, half of the time as the next in a circle, so that texts repeat themselves and
 draft tokens are accepted. The memory keeps for every slot the digest that was computed into it.
-Before a chunk is computed, every block that its first token sees is compared with the digests of its
-own text: a stale, foreign or missing read is a violation at once.
+Before a chunk is computed, every block that its first token sees is compared with the digests of
+its own text: a stale, foreign or missing read is a violation at once.
 """
 
 from zlib import crc32
