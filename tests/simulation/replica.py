@@ -131,7 +131,7 @@ class Replica:
         self.run, self.name, self.address = run, name, address
         self.features = features = run.plan.features
         self.host = SimulatedHost(run.loop)
-        self.attempts = set()  # tasks of clients that it works for
+        self.attempts = {}  # tasks of clients that it works for, in their order
         self.is_over = False
         self._network = network
         self._absent = {}  # requests that no client reads: for how many steps

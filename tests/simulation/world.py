@@ -247,7 +247,7 @@ class Run:
         replica.expect(ask)
         ways = self._ask_server if replica.app is not None else self._ask
         work = asyncio.ensure_future(ways(ask, replica, heard, begun))
-        replica.attempts.add(work)
+        replica.attempts[work] = None
         try:
             return await work
         except asyncio.CancelledError:
@@ -256,7 +256,7 @@ class Run:
                 raise
             return _LOST
         finally:
-            replica.attempts.discard(work)
+            replica.attempts.pop(work, None)
             replica.expect(ask, self.loop.now + PATIENCE_S)
 
     def _submission(self, ask):
