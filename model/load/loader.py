@@ -56,7 +56,7 @@ from model.load.checkpoint import (
     read_object,
     reason,
 )
-from model.load.quantised import Format, choose_dequantised, find_format, finish
+from model.load.quantised import Format, check_scales, choose_dequantised, find_format, finish
 from model.load.text import Step, TextStream
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks
@@ -522,6 +522,11 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
             f"model: {path}: model_type: Transformers {transformers_version} knows no "
             f"{shown(kind)}{code if 'auto_map' in content else ''}"
         )
+    settings = content.get("quantization_config", {})
+    if not isinstance(settings, dict):
+        raise ModelNotFoundError(
+            f"model: {path}: quantization_config: wanted an object, got {shown(settings)}"
+        )
     if "quantization" in content and "quantization_config" not in content:
         raise UnsupportedModelError(
             f"model: {path}: quantization: these are weights for Apple's MLX, which nothing here "
@@ -568,6 +573,7 @@ def _check_network(
         return {}, []
     stored = check_files(Path(source.name))
     if found is not None:  # its package knows names and shapes
+        check_scales(path, stored)
         return {}, []
     return stored, check_stored(path, stored, network)
 

@@ -16,11 +16,13 @@ Does not know: requests, caches, backends.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from transformers import GgufConfig, PreTrainedConfig, PreTrainedModel
 
-from model.errors import UnsupportedModelError, shown
+from model.errors import ModelNotFoundError, UnsupportedModelError, shown
+from model.load.checkpoint import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) 
     Raises:
         UnsupportedModelError: an unknown format, or a package that reads it is not installed.
     """
-    method = "gguf" if is_gguf else _method(where, config)
+    method = "gguf" if is_gguf else _method(config)
     if method is None:
         return None
     found = FORMATS.get(method)
@@ -86,20 +88,46 @@ def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) 
     return found
 
 
-def _method(where: str, config: PreTrainedConfig) -> str | None:
+def _method(config: PreTrainedConfig) -> str | None:
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         settings = getattr(config.get_text_config(), "quantization_config", None)
     if settings is None:
         return None
-    if not isinstance(settings, Mapping):
-        raise UnsupportedModelError(
-            f"{where}: quantization_config: wanted an object, got {shown(settings)}"
-        )
     # bitsandbytes wrote no method in its first years.
     is_int8 = bool(settings.get("load_in_8bit"))
     method = settings.get("quant_method", "bitsandbytes" if "load_in_8bit" in settings else None)
     return _INT8 if method == "bitsandbytes" and is_int8 else str(method)
+
+
+_SCALES = (  # the end of a quantised tensor's name, and the ends of which one has its scales
+    (".weight", (".weight_scale_inv", ".weight_scale", ".SCB", ".weight.absmax")),
+    (".weight_packed", (".weight_scale",)),
+    (".qweight", (".scales",)),
+    ("_blocks", ("_scales",)),
+)
+_UNSCALED = ("F64", "F32", "F16", "BF16")
+
+
+def check_scales(config: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse quantised tensors without scales, which Transformers takes as they are. O(tensors).
+
+    Args:
+        config: the file that describes the network.
+        stored: from `check_files`.
+
+    Raises:
+        ModelNotFoundError: with the name of the tensor.
+    """
+    for name, tensor in stored.items():
+        for end, others in _SCALES:
+            base = name.removesuffix(end)
+            is_quantised = base != name and tensor.dtype not in _UNSCALED
+            if is_quantised and not any(base + other in stored for other in others):
+                raise ModelNotFoundError(
+                    f"model: {config.with_name(tensor.file)}: {name} is {tensor.dtype}, and its "
+                    f"scales, {' or '.join(base + other for other in others)}, are missing"
+                )
 
 
 def choose_dequantised(config: PreTrainedConfig, found: Format) -> dict[str, object]:

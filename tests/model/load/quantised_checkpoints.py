@@ -242,7 +242,7 @@ def _blocks(gguf: Any, weight: Any, stored: Any) -> Any:
         size, num_bytes = gguf.GGML_QUANT_SIZES[stored]
         count = weight.size // size
         blocks = torch.randint(0, 256, (count, num_bytes), dtype=torch.uint8)
-        scales = torch.tensor([0.002, 0.01], dtype=torch.float16).view(torch.uint8)
+        scales = torch.tensor([0.002, 0.015], dtype=torch.float16).view(torch.uint8)
         blocks[:, :4] = scales  # Q4_K begins with the scale of its scales and of its minima
         return blocks.reshape(weight.shape[0], -1).numpy()
 
