@@ -153,8 +153,7 @@ class AsyncEngine:
             streams would take more, several tokens of each go together. A first token and an end
             never wait. 1: no token does.
         observer: is called for every event.
-        announce: makes, on the thread, what tells others what the cache holds, of the engine and
-            of what makes it publish soon though no step may be due; it publishes after each step.
+        announce: makes the announcer, on the thread, of the engine and of what makes it publish.
         host: gives the thread and the time; None: the process.
     """
 
@@ -516,7 +515,7 @@ class AsyncEngine:
                 engine.abort(request)
             return _nothing
 
-        self._inbox.put(_Command(run, _ignore))
+        self._inbox.put(_Command(run, _nothing))
 
     def _forget(self, sample: Sample, reason: FinishReason) -> bool:
         """A sample has ended; whether it was open."""
@@ -573,8 +572,8 @@ class AsyncEngine:
             self._gone.set_result(None)
 
     def _wake(self) -> None:
-        """Have the engine's thread publish, from any thread."""
-        self._inbox.put(_Command(lambda _: _nothing, _ignore))
+        """Have the engine's thread publish and go on with transfers, from any thread."""
+        self._inbox.put(_Command(_tend, _nothing))
 
     # What follows runs on the engine's thread.
 
@@ -585,6 +584,7 @@ class AsyncEngine:
             try:
                 if self._announce is not None:
                     self._announcer = self._announce(engine, self._wake)
+                engine.woken_by(self._wake)
                 self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:
@@ -680,12 +680,13 @@ def _itself(value: _T) -> _T:
     return value
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
-def _ignore(error: Exception) -> None:
-    del error
+def _tend(engine: EngineCore) -> Callable[[], None]:
+    engine.tend()
+    return _nothing
 
 
 def _look(future: asyncio.Future[None]) -> None:

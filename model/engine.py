@@ -8,7 +8,8 @@ a command line.
 """
 
 import dataclasses
-from typing import cast
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 import backends
 import kvcore
@@ -31,6 +32,9 @@ from model.load.loader import LoadedModel
 from model.sample.grammars import Grammars
 from model.sample.request_sampler import RequestSampler
 from model.twins import TwinCore
+
+if TYPE_CHECKING:
+    from model.control.tier_transfers import TierTransfers
 
 _TRIED_TOKENS = 32
 _TRIED = [  # what may be asked of a request; what is not tried waits for the first that asks it
@@ -96,7 +100,7 @@ class Engine(EngineCore):
             self.config.block_size,
             groups=self.network.layout.groups(self.config.block_size),
             enable_caching=self.config.enable_prefix_caching,
-            record_events="xxh3-128" if self.config.record_events else None,
+            record_events=_event_hash(self.config),
             record_lifetimes=self.config.record_lifetimes,
             prefault=self.config.prefault,
         )
@@ -124,8 +128,36 @@ class Engine(EngineCore):
             drawn=None if caches_of is None else caches_of._runner.drawn,  # noqa: SLF001
         )
         self.draft = draft
-        scheduler = Scheduler(kv, self._limits(model.max_positions), drafter)
-        super().__init__(model, kv, scheduler, self._runner, grammars, self.network.vocab_size)
+        tiers = self._open_tiers(model, kv) if self.config.has_tiers else None
+        scheduler = Scheduler(kv, self._limits(model.max_positions), drafter, tiers)
+        size = self.network.vocab_size
+        super().__init__(model, kv, scheduler, self._runner, grammars, size, tiers)
+
+    def _open_tiers(self, model: LoadedModel, kv: kvcore.KVCacheManager) -> "TierTransfers":
+        """Open host memory and disk behind the caches. Reads all weights once.
+
+        Raises:
+            InvalidArgumentError: a tier cannot start, or several ranks share the network.
+        """
+        network, sanitizer = self.network, self._sanitizer
+        if model.ranks is not None:
+            name = "disk" if self.config.host_memory_bytes is None else "host_memory_bytes"
+            raise InvalidArgumentError(f"{name}: cannot be used with --tp")
+
+        def began(lease: kvcore.Lease) -> None:
+            if sanitizer is not None:
+                sanitizer.begin_load(lease, network.caches)
+
+        tiers = import_module("model.caches.tiers")  # not loaded where there are none
+        opened: TierTransfers = tiers.open_tiers(
+            self.config,
+            model.network,
+            network.layout,
+            network.scales,
+            kv,
+            tiers.device_of(network.caches, began),
+        )
+        return opened
 
     def _limits(self, max_positions: int | None) -> SchedulerConfig:
         rope = self.network.rope
@@ -164,7 +196,10 @@ class Engine(EngineCore):
         self._runner.use(prepared)
         ahead = None if self.draft is None else self.draft.prepare()
         sizes = dataclasses.replace(
-            self.config, enable_prefix_caching=False, record_events=False, record_lifetimes=False
+            self.config.without_tiers(),
+            enable_prefix_caching=False,
+            record_events=False,
+            record_lifetimes=False,
         )
         trial = Engine(self._model, self._backend, sizes, caches_of=self)
         trial._runner.use(prepared)
@@ -265,6 +300,13 @@ def _limited(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
     most = min(config.max_num_seqs, max(1, (network.num_blocks - 1) // least))
     eager = config.eager or config.batch_invariant
     return dataclasses.replace(config, max_num_seqs=most, eager=eager)
+
+
+def _event_hash(config: EngineConfig) -> kvcore.HashAlgorithm | None:
+    """Which block hashes events have; with tiers, those that name the copies."""
+    if not config.record_events:
+        return None
+    return "sha256" if config.has_tiers else "xxh3-128"
 
 
 def _grammars(model: LoadedModel, vocab_size: int, config: EngineConfig) -> Grammars:

@@ -16,7 +16,7 @@ Does not know: how blocks are found (`kvcore`), what a device is (`Runner`), how
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,7 @@ from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SAMPLE, Flight, SchedulerStats, Step, StepWatch, Unwatched, samplers
 from model.control.submission import Prompt, Submission
+from model.control.tier_transfers import TierTransfers
 from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
 from model.load.text import TextStream
 from model.trace import StepRecorder
@@ -148,9 +149,11 @@ class EngineCore:
         runner: runs them.
         grammars: of structured outputs.
         vocab_size: token ids are below this.
+        tiers: host memory and disk behind the pool, the scheduler's too; None: there are none.
 
     Attributes:
         kv: as above.
+        tiers: as above.
         vocab_size: as above.
     """
 
@@ -162,8 +165,10 @@ class EngineCore:
         runner: Runner,
         grammars: Grammars,
         vocab_size: int,
+        tiers: TierTransfers | None = None,
     ) -> None:
         self.kv = kv
+        self.tiers = tiers
         self.vocab_size = vocab_size
         self._model = model
         self._scheduler = scheduler
@@ -236,9 +241,24 @@ class EngineCore:
     def end(self, *, goes_on: bool = False) -> None:
         """Say that no more steps come, which other ranks have to know. O(1).
 
+        Tiers store what they lack and are closed, which takes 10 s at most.
+
         Args:
             goes_on: keep the other ranks running, because the network is used once more.
         """
+        del goes_on
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def woken_by(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, on another thread, when `tend` has something to do. O(1)."""
+        if self.tiers is not None:
+            self.tiers.wake = wake
+
+    def tend(self) -> None:
+        """Go on with transfers while no step runs. O(transfers and their blocks)."""
+        if self.tiers is not None:
+            self.tiers.tend()
 
     def record(self) -> StepRecorder:
         """Record every step from now on; the recorder grows with each. O(1)."""
@@ -358,6 +378,8 @@ class EngineCore:
         """Schedule, launch, accept the tokens of the step before, commit, accept those at hand."""
         watch, previous, step = self._watch, self._unread, Step(())
         watch.begin()
+        if self.tiers is not None:
+            self.tiers.begin_step()
         try:
             step = self._scheduler.schedule()
             watch.scheduled(step)
@@ -374,11 +396,14 @@ class EngineCore:
         else:
             self._unread = None
             outputs += self._accept(launched)
+        if self.tiers is not None:
+            self.tiers.end_step(step.num_tokens)
         if (
             not step.chunks
             and previous is None
             and step.is_empty
             and self._scheduler.has_unfinished
+            and not (self.tiers is not None and self.tiers.wait())
         ):
             raise StalledError(
                 "step: requests are waiting, and none of them can be admitted or run"

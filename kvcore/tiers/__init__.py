@@ -10,7 +10,7 @@ from kvcore.tiers.folder import Folder, Segments
 from kvcore.tiers.host import HostTier
 from kvcore.tiers.jobs import BlockMover, LoadJob, Part, StoreJob
 from kvcore.tiers.record import Fault, Key, Meaning, key_of, meaning_of
-from kvcore.tiers.tier import EvictionOrder, Tier, TierError, TierStats
+from kvcore.tiers.tier import EvictionOrder, Tier, TierError, TierInUseError, TierStats
 from kvcore.tiers.tier_manager import Found, TierManager
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "StoreJob",
     "Tier",
     "TierError",
+    "TierInUseError",
     "TierManager",
     "TierStats",
     "key_of",

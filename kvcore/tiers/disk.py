@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 from dataclasses import dataclass, field, replace
 from typing import Final, SupportsIndex, final
 
@@ -41,7 +40,7 @@ from kvcore.tiers.record import (
     fault_of,
     segment_version,
 )
-from kvcore.tiers.tier import EvictionOrder, TierError, TierStats
+from kvcore.tiers.tier import IndexedTier, TierError
 
 _NUM_SEGMENTS: Final = 64
 _MAX_SEGMENT_BYTES: Final = 256 << 20
@@ -60,7 +59,7 @@ class _Segment:
 
 
 @final
-class DiskTier:
+class DiskTier(IndexedTier[tuple[Header, int]]):
     """Copies in a folder.
 
     Args:
@@ -87,13 +86,8 @@ class DiskTier:
         segment_bytes: SupportsIndex | None = None,
         segments: Segments | None = None,
     ) -> None:
-        self.name = "disk"
-        self.stats = TierStats(capacity_bytes=as_int("capacity_bytes", capacity_bytes, 1))
-        self.epoch = 0
+        super().__init__("disk", capacity_bytes)  # an entry: the header, and where it stands
         self._files: Segments = Folder(path) if segments is None else segments
-        self._lock = threading.Lock()
-        self._index: dict[Key, tuple[Header, int]] = {}  # the header, and where it stands
-        self._order = EvictionOrder()
         self._segments: dict[int, _Segment] = {}
         self._active: int | None = None
         self._next_segment = 1
@@ -127,18 +121,10 @@ class DiskTier:
             self._files.close()
             raise
 
-    def contains(self, key: Key) -> bool:
-        """See `Tier.contains`."""
-        return key in self._index
-
-    def touch(self, key: Key) -> None:
-        """See `Tier.touch`."""
-        self._order.touch(key)
-
     def get(self, key: Key, length: int) -> memoryview | None:
         """See `Tier.get`."""
         with self._lock:
-            found = self._index.get(key)
+            found = self._entries.get(key)
             if found is None:
                 return None
             header, offset = found
@@ -146,11 +132,10 @@ class DiskTier:
             if data is None or header.length != length:
                 if data is not None:
                     self.stats.faults["short"] += 1
-                self._bury(key)
+                if key in self._entries:  # not if this failure has turned the tier off
+                    self._bury(key)
                 return None
-            self._order.touch(key)
-            self.stats.num_hits += 1
-            self.stats.read_bytes += length
+            self._note_hit(key, length)
             return memoryview(data)[RECORD_BYTES:]
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
@@ -159,19 +144,19 @@ class DiskTier:
         with self._lock:
             if epoch != self.epoch or not self.stats.is_enabled:
                 return False
-            if key in self._index:
+            if key in self._entries:
                 self._order.touch(key)
                 return True
             try:
-                if not self._make_room(RECORD_BYTES + len(payload)):
+                has_room = self._make_room(RECORD_BYTES + len(payload))
+                if not has_room or not self.stats.is_enabled:
                     return False
                 self._append(key, payload, priority, checksum)
             except OSError as error:
                 self._note_failure(error)
                 return False
             self._num_failures = 0
-            self.stats.num_stored += 1
-            self.stats.written_bytes += len(payload)
+            self._note_stored(len(payload))
             return True
 
     def clear(self) -> None:
@@ -254,30 +239,24 @@ class DiskTier:
 
     def _add(self, header: Header, offset: int) -> None:
         """Let a record be found, instead of an older one of the same key."""
-        if header.key in self._index:
+        if header.key in self._entries:
             self._drop(header.key)
-        self._index[header.key] = header, offset
-        self._order.add(header.key, header.priority)
+        self._insert(header.key, (header, offset), header.priority)
         segment = self._segments[header.segment]
         segment.keys[header.key] = None
         segment.live += RECORD_BYTES + header.length
-        self.stats.num_records = len(self._index)
 
     def _drop(self, key: Key) -> None:
         """Let a record be found no more; its bytes are dead."""
-        header, _ = self._index.pop(key)
-        self._order.remove(key)
+        header, _ = self._remove(key)
         segment = self._segments[header.segment]
         del segment.keys[key]
         segment.live -= RECORD_BYTES + header.length
-        self.stats.num_records = len(self._index)
 
     def _forget_all(self) -> None:
-        self._index = {}
-        self._order.clear()
+        self._remove_all()
         for segment in self._segments.values():
             segment.live, segment.keys = 0, {}
-        self.stats.num_records = 0
 
     # Room
 
@@ -288,7 +267,7 @@ class DiskTier:
         """Evict until live records leave `size` bytes within their limit."""
         live = sum([segment.live for segment in self._segments.values()])
         limit = self._live_limit() - size
-        while self._index and live > limit:
+        while self._entries and live > limit:
             live -= self._evict_oldest()
 
     def _evict_oldest(self) -> int:
@@ -298,7 +277,7 @@ class DiskTier:
 
     def _bury(self, key: Key) -> int:
         """Drop a record, and say so on the disk, so that no restart finds it; return its bytes."""
-        header, offset = self._index[key]
+        header, offset = self._entries[key]
         self._drop(key)
         try:
             self._files.write(header.segment, offset, [replace(header, is_dead=True).encode()])
@@ -316,7 +295,7 @@ class DiskTier:
             if self.stats.used_bytes + size <= limit:
                 return True
             while not self._compact():
-                if not self._index:
+                if not self._entries:
                     return False
                 self._evict_oldest()
         return False
@@ -330,10 +309,11 @@ class DiskTier:
             return False
         if number == self._active:
             self._active = None
-        for key in [*segment.keys]:
-            header, offset = self._index[key]
-            data = self._read(header, offset)
+        while segment.keys:  # a failure that turns the tier off empties them
+            key = next(iter(segment.keys))
+            header, offset = self._entries[key]
             self._drop(key)
+            data = self._read(header, offset)
             room = self.stats.capacity_bytes - self.stats.used_bytes - SEGMENT_BYTES
             if data is None or len(data) > room:  # a segment of a time with a larger capacity
                 continue

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol, final
 
-from kvcore.tiers.tier import TierError
+from kvcore.tiers.tier import TierError, TierInUseError
 
 _NAME: Final = re.compile(r"([0-9a-f]{16})\.kvseg")
 _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -84,8 +84,11 @@ class Folder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
-            reason = "is in use by another process" if _is_taken(error) else str(error.strerror)
-            raise TierError(f"disk tier: {self.path} {reason}") from None
+            if isinstance(error, BlockingIOError):
+                raise TierInUseError(
+                    f"disk tier: {self.path} is in use by another process"
+                ) from None
+            raise TierError(f"disk tier: {self.path} {error.strerror}") from None
         self._lock = lock
 
     def sizes(self) -> dict[int, int]:
@@ -143,7 +146,3 @@ class Folder:
 
     def _name(self, number: int) -> str:
         return os.path.join(self.path, f"{number:016x}.kvseg")  # noqa: PTH118  # called often
-
-
-def _is_taken(error: OSError) -> bool:
-    return isinstance(error, BlockingIOError)

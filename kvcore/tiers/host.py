@@ -7,19 +7,17 @@ miss too. Safe for several threads.
 
 from __future__ import annotations
 
-import threading
 from typing import Final, SupportsIndex, final
 
-from kvcore.arguments import as_int
 from kvcore.tiers.record import Key, Meaning, checksum_of
-from kvcore.tiers.tier import EvictionOrder, TierError, TierStats
+from kvcore.tiers.tier import IndexedTier, TierError
 
 ENTRY_BYTES: Final = 512
 """What is counted for a copy beside its payload: its key, checksum and places in the order."""
 
 
 @final
-class HostTier:
+class HostTier(IndexedTier[tuple[bytes, bytes]]):
     """Copies in host memory.
 
     Args:
@@ -35,12 +33,7 @@ class HostTier:
     """
 
     def __init__(self, capacity_bytes: SupportsIndex) -> None:
-        self.name = "host"
-        self.stats = TierStats(capacity_bytes=as_int("capacity_bytes", capacity_bytes, 1))
-        self.epoch = 0
-        self._entries: dict[Key, tuple[bytes, bytes]] = {}
-        self._order = EvictionOrder()
-        self._lock = threading.Lock()
+        super().__init__("host", capacity_bytes)
 
     def start(self, meaning: Meaning, largest: int) -> None:
         """See `Tier.start`. It begins empty, so the meaning of its copies is always ours."""
@@ -51,21 +44,11 @@ class HostTier:
                 f"{self.stats.capacity_bytes:,} in all"
             )
 
-    def contains(self, key: Key) -> bool:
-        """See `Tier.contains`."""
-        return key in self._entries
-
-    def touch(self, key: Key) -> None:
-        """See `Tier.touch`."""
-        self._order.touch(key)
-
     def get(self, key: Key, length: int) -> memoryview | None:
         """See `Tier.get`."""
-        with self._lock:
-            found = self._entries.get(key)
-            if found is None:
-                return None
-            self._order.touch(key)
+        found = self._entries.get(key)
+        if found is None:
+            return None
         payload, checksum = found
         is_short = len(payload) != length
         if is_short or checksum_of(payload) != checksum:
@@ -75,8 +58,7 @@ class HostTier:
                     self._drop(key)
             return None
         with self._lock:
-            self.stats.num_hits += 1
-            self.stats.read_bytes += length
+            self._note_hit(key, length)
         return memoryview(payload)
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
@@ -96,28 +78,22 @@ class HostTier:
             while self.stats.used_bytes + size > self.stats.capacity_bytes:
                 self._drop(self._order.oldest())
                 self.stats.num_evicted += 1
-            self._entries[key] = content, checksum
-            self._order.add(key, priority)
+            self._insert(key, (content, checksum), priority)
             self.stats.used_bytes += size
-            self.stats.num_stored += 1
-            self.stats.written_bytes += len(content)
-            self.stats.num_records = len(self._entries)
+            self._note_stored(len(content))
         return True
 
     def clear(self) -> None:
         """See `Tier.clear`. O(1)."""
         with self._lock:
             self.epoch += 1
-            self._entries = {}
-            self._order.clear()
-            self.stats.used_bytes = self.stats.num_records = 0
+            self._remove_all()
+            self.stats.used_bytes = 0
 
     def close(self) -> None:
         """See `Tier.close`; a host tier is gone then."""
         self.clear()
 
     def _drop(self, key: Key) -> None:
-        payload, _ = self._entries.pop(key)
-        self._order.remove(key)
+        payload, _ = self._remove(key)
         self.stats.used_bytes -= len(payload) + ENTRY_BYTES
-        self.stats.num_records = len(self._entries)

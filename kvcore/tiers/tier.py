@@ -10,18 +10,26 @@ Does not know: blocks, sequences, the pool.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Final, Protocol, final
+from typing import Final, Generic, Protocol, SupportsIndex, TypeVar, final
 
+from kvcore.arguments import as_int
 from kvcore.errors import KVCoreError
 from kvcore.tiers.record import Fault, Key, Meaning
+
+_Entry = TypeVar("_Entry")  # what a tier knows of a copy: where it is, and its checksum
 
 _MOST_TOUCHED: Final = 65_536  # uses that wait; the oldest are forgotten
 
 
 class TierError(KVCoreError):
     """A tier cannot start: the folder, its owner, its version or the capacity does not allow it."""
+
+
+class TierInUseError(TierError):
+    """A tier cannot start: another process has its folder."""
 
 
 @dataclass(slots=True)
@@ -144,3 +152,56 @@ class EvictionOrder:
             key = self._touched.popleft()
             if key in self._priorities:
                 self._queues[self._priorities[key]].move_to_end(key)
+
+
+class IndexedTier(Generic[_Entry]):
+    """The index that a tier keeps of its copies: their entries, eviction order and counters.
+
+    Its methods beside those of `Tier` are called with the lock held.
+    """
+
+    def __init__(self, name: str, capacity_bytes: SupportsIndex) -> None:
+        self.name = name
+        self.stats = TierStats(capacity_bytes=as_int("capacity_bytes", capacity_bytes, 1))
+        self.epoch = 0
+        self._entries: dict[Key, _Entry] = {}
+        self._order = EvictionOrder()
+        self._lock = threading.Lock()
+
+    def contains(self, key: Key) -> bool:
+        """See `Tier.contains`."""
+        return key in self._entries
+
+    def touch(self, key: Key) -> None:
+        """See `Tier.touch`."""
+        self._order.touch(key)
+
+    def _insert(self, key: Key, entry: _Entry, priority: int) -> None:
+        """Let a copy be found; its key is new. O(1)."""
+        self._entries[key] = entry
+        self._order.add(key, priority)
+        self.stats.num_records = len(self._entries)
+
+    def _remove(self, key: Key) -> _Entry:
+        """Let a copy be found no more; return its entry. O(1)."""
+        entry = self._entries.pop(key)
+        self._order.remove(key)
+        self.stats.num_records = len(self._entries)
+        return entry
+
+    def _remove_all(self) -> None:
+        """Let no copy be found. O(1)."""
+        self._entries = {}
+        self._order.clear()
+        self.stats.num_records = 0
+
+    def _note_hit(self, key: Key, length: int) -> None:
+        """Count a copy of `length` bytes that is returned, as the one used last."""
+        self._order.touch(key)
+        self.stats.num_hits += 1
+        self.stats.read_bytes += length
+
+    def _note_stored(self, length: int) -> None:
+        """Count a copy of `length` bytes that was written."""
+        self.stats.num_stored += 1
+        self.stats.written_bytes += length

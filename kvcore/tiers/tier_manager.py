@@ -138,6 +138,7 @@ class TierManager:
     def cleared(self) -> None:
         """See `ContentWatcher`: forget every copy, and what is on its way. O(files)."""
         self._published.clear()
+        self._storing.clear()  # the stores under way keep nothing any more
         for tier in self.tiers:
             tier.clear()
 
@@ -181,7 +182,8 @@ class TierManager:
             return
         job.cancel()
         self._stores.remove(job)
-        self._storing.difference_update([part.key for part in job.parts])
+        if not job.is_stale:
+            self._storing.difference_update([part.key for part in job.parts])
         self._num_storing -= sum([len(part.block_ids) for part in job.parts])
         job.lease.end()
 

@@ -25,6 +25,7 @@ import kvcore
 from model.control.config import SchedulerConfig
 from model.control.request import HostCopy, Request
 from model.control.step import Transfer
+from model.control.tier_transfers import TierTransfers
 from model.errors import SchedulerStateError
 
 
@@ -32,12 +33,14 @@ class Admission:
     """Room in the pool and in the host memory of one scheduler.
 
     Attributes:
-        num_freeing: blocks that come free when the transfers of this step are done.
         num_host_blocks_left: free blocks of host memory.
     """
 
-    def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
+    def __init__(
+        self, kv: kvcore.KVCacheManager, config: SchedulerConfig, tiers: TierTransfers | None
+    ) -> None:
         self._kv = kv
+        self._tiers = tiers
         self._keeps_all = len(kv.groups) == 1 and isinstance(kv.groups[0], kvcore.FullAttention)
         # A block a group for one token more; a state may need all its blocks.
         self._growth = sum(
@@ -46,12 +49,19 @@ class Admission:
         )
         self._watermark = int(config.watermark * kv.num_usable_blocks)
         self._long_above = config.long_above
-        self.num_freeing = 0
+        self._num_freeing = 0
         self.num_host_blocks_left = config.num_host_blocks
         # In this step: of requests that have blocks for all they know, and of the others.
         self._outlooks: dict[int, int] | None = None  # by request_id; None: not counted yet
         self._num_needed = 0  # the sum of these
         self._unsettled: dict[int, Request] = {}
+
+    @property
+    def num_freeing(self) -> int:
+        """Blocks that come free when the transfers under way are done. O(1)."""
+        if self._tiers is not None:
+            return self._kv.leases.num_deferred_blocks()
+        return self._num_freeing
 
     def begin_step(self) -> None:
         """Forget what was counted for the step before: requests have moved on since. O(1)."""
@@ -169,14 +179,15 @@ class Admission:
         request.preempt()
         self._kv.close(sequence)
         if transfer is not None:
-            self.num_freeing += transfer.lease.num_exclusive_blocks
+            self._num_freeing += transfer.lease.num_exclusive_blocks
         return transfer
 
     def open_sequence(self, request: Request) -> Transfer | None:
         """Open the sequence of a request that starts: its cached prefix is found, its copy loaded.
 
         A copy that does not reach down to the cached prefix is of no use, and neither is one that
-        the prefix covers: it is dropped. There is room, as `num_wanted` said. O(its tokens).
+        the prefix covers: it is dropped. There is room, as `num_wanted` said. Where tiers have more
+        of it, the request has no sequence then, but waits for its KV. O(its tokens).
 
         Returns:
             What has to be loaded, if anything.
@@ -188,12 +199,14 @@ class Admission:
             items=request.items,
             retain=request.retain,
             boundaries=request.boundaries,
-            resumed=request.num_preemptions > 0,
+            resumed=request.num_preemptions > 0 or request.has_asked_tiers,
         )
         request.start(sequence)
         self._unsettled[request.request_id] = request
         copy = request.host_copy
         if copy is None:
+            if self._tiers is not None and self._tiers.begin(request):
+                del self._unsettled[request.request_id]
             return None
         if not self._is_of_use(copy, sequence.num_computed_tokens):
             self.drop_copy(request)
@@ -215,7 +228,7 @@ class Admission:
             request.load = None
             if request.host_copy is load.copy:
                 self.drop_copy(request)
-        self.num_freeing = 0
+        self._num_freeing = 0
 
     def drop_copy(self, request: Request) -> None:
         """Give the host memory of a request back, if it has any. O(1)."""

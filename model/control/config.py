@@ -5,10 +5,10 @@ Invariants: a configuration that exists is in range; it never changes.
 Does not know: the memory of the machine (`caches/memory.py`), the model's own limits (`loader.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from model.control.settings import check_settings, setting
+from model.control.settings import check_settings, setting, settings_of
 from model.errors import InvalidArgumentError
 
 MAX_NUM_BLOCKS = 2**31 - 1
@@ -93,6 +93,7 @@ class EngineConfig(StepLimits):
             is None, no more blocks are allocated than all of them together can use.
         seed: for the random draws of requests without a seed of their own.
         record_events: record KV events, for a publisher that sends them to routers.
+        shares_disk: several processes have `disk`, each a folder of its own in it.
     """
 
     num_blocks: int | None = setting(
@@ -137,6 +138,29 @@ class EngineConfig(StepLimits):
         "(default: some memory, where swapping is cheaper)",
         least=0,
         unit="bytes",
+    )
+    host_memory_bytes: int | None = setting(
+        None,
+        help="tiers: host memory for copies of KV cache blocks that the cache may evict, such as "
+        "8GiB (default: none)",
+        least=1,
+        unit="bytes",
+        flag="host-memory",
+    )
+    disk: str | None = setting(
+        None,
+        help="tiers: folder for copies of KV cache blocks, which are found again after a restart "
+        "(default: none)",
+        least=1,
+        metavar="PATH",
+    )
+    disk_bytes: int = setting(
+        100 << 30,
+        help="tiers: the most bytes that these copies take in the folder",
+        least=1,
+        unit="bytes",
+        flag="disk-size",
+        needs=("disk",),
     )
     eager: bool = setting(
         False,
@@ -208,6 +232,18 @@ class EngineConfig(StepLimits):
     expected_lengths: tuple[int, ...] | None = None
     seed: int = 0
     record_events: bool = False
+    shares_disk: bool = False
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether host memory or a disk keeps copies. O(1)."""
+        return self.host_memory_bytes is not None or self.disk is not None
+
+    def without_tiers(self) -> "EngineConfig":
+        """The same, where nothing but the cache keeps blocks. O(settings)."""
+        names = ("host_memory_bytes", "disk", "disk_bytes")
+        defaults = {one.name: one.default for one in settings_of(EngineConfig) if one.name in names}
+        return replace(self, **defaults)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -215,6 +251,11 @@ class EngineConfig(StepLimits):
             if getattr(self, one) and getattr(self, other):
                 raise InvalidArgumentError(
                     f"{one}: cannot be combined with {other}; give one of them"
+                )
+        for name in ("host_memory_bytes", "disk"):
+            if getattr(self, name) is not None and not self.enable_prefix_caching:
+                raise InvalidArgumentError(
+                    f"{name}: wanted prefix caching, which is off; remove --no-prefix-cache"
                 )
         if self.is_speculative and self.async_scheduling:
             source = "drafts" if self.draft_model is None else "draft_model"

@@ -100,8 +100,10 @@ class Request:
         sequence: its blocks and its tokens while RUNNING, otherwise None.
         host_copy: what was stored of it when it was preempted, None if nothing was.
         load: holds the blocks that this step copies that back to; None if it does not.
+        has_asked_tiers: whether host memory and disk were asked for its KV since it had blocks.
         is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        num_loaded_tokens: tokens that were loaded for it from host memory or disk.
         num_preemptions: how often it lost its blocks to another request.
         error: what ended it with `FinishReason.ERROR`; None: nothing has.
 
@@ -119,6 +121,7 @@ class Request:
         "boundaries",
         "eos_token_ids",
         "error",
+        "has_asked_tiers",
         "host_copy",
         "is_long",
         "items",
@@ -127,6 +130,7 @@ class Request:
         "max_total_tokens",
         "namespace",
         "num_cached_tokens",
+        "num_loaded_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -179,7 +183,9 @@ class Request:
         self.host_copy: HostCopy | None = None
         self.load: kvcore.Lease | None = None
         self.is_long = False
+        self.has_asked_tiers = False
         self.num_cached_tokens = 0
+        self.num_loaded_tokens = 0
         self.num_preemptions = 0
         self.error: ModelError | None = None
         self._status = Status.WAITING
@@ -291,7 +297,23 @@ class Request:
         sequence = self.running_sequence
         self._leave(Status.RUNNING, to=Status.PREEMPTED)
         self.num_preemptions += 1
+        self.has_asked_tiers = False
         self._is_owed = sequence.num_unknown_tokens > 0
+        self._take_from(sequence)
+        return sequence
+
+    def suspend(self) -> kvcore.KVSequence:
+        """Wait again, for KV that is being loaded: RUNNING -> what it was before. O(num_tokens).
+
+        Returns:
+            The sequence, for which the KV is loaded.
+
+        Raises:
+            RequestStateError: it does not run.
+        """
+        sequence = self.running_sequence
+        before = Status.PREEMPTED if self.num_preemptions else Status.WAITING
+        self._leave(Status.RUNNING, to=before)
         self._take_from(sequence)
         return sequence
 

@@ -21,11 +21,12 @@ Further samples of a prompt start by a fork when it is computed. One without roo
 Invariants:
 - what `add` accepts ends, whatever comes after it, unless blocks of the pool are held from outside;
 - `running` and `waiting` are each in order; a start never overtakes one that waits, but for samples
-  that wait for their leader;
+  that wait for their leader and requests that wait for KV from a tier (`tier_transfers.py`);
 - the first in order goes on in every step, but for those in which its blocks or those that it waits
   for are copied, or a request before it has its last token read: a token of the budget is kept for
   it and all others can be preempted for it;
-- a step never exceeds the budget, and a request that does not run holds no blocks;
+- a step never exceeds the budget, and a request that does not run holds no blocks, but for those
+  that its KV is being loaded into;
 - nothing is committed of a request that has ended;
 - all chunks are committed, then samples fork, then tokens end requests: no block is copied from or
   to twice in one update.
@@ -55,6 +56,7 @@ from model.control.step import (
     drafts_of,
     samplers,
 )
+from model.control.tier_transfers import TierTransfers
 from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerStateError
 
 
@@ -66,13 +68,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, kv: kvcore.KVCacheManager, config: SchedulerConfig, drafter: Drafter | None = None
+        self,
+        kv: kvcore.KVCacheManager,
+        config: SchedulerConfig,
+        drafter: Drafter | None = None,
+        tiers: TierTransfers | None = None,
     ) -> None:
         self.config = config
         self.stats = SchedulerStats()
         self._kv = kv
         self._drafter = drafter
-        self._admission = Admission(kv, config)
+        self._tiers = tiers
+        self._admission = Admission(kv, config, tiers)
         states = [group for group in kv.groups if isinstance(group, kvcore.RecurrentState)]
         self._keeps_states = bool(states)
         self._stride = math.gcd(*[each.block_size for each in kv.groups if each not in states])
@@ -192,6 +199,8 @@ class Scheduler:
             if request in queue:  # of none, if a plan was broken off while it changed its place
                 queue.remove(request)
         self._admission.drop_copy(request)
+        if self._tiers is not None:
+            self._tiers.forget(request)
         token = self._read.pop(request, None)
         if token is not None:
             self._kv.resolve(request.running_sequence, [token])
@@ -218,6 +227,8 @@ class Scheduler:
             )
         if self._keeps_time:
             self._kv.tick(1)
+        if self._tiers is not None and self._tiers.settle():
+            self._no_room = None
         self._budget = self.config.max_num_batched_tokens
         self._planned, self._stores, self._loads = {}, [], []
         self._admission.begin_step()
@@ -344,10 +355,13 @@ class Scheduler:
 
     def _first_waiting(self) -> tuple[Request | None, int]:
         """The first that could start, and how many before it wait for their leaders."""
-        for num_forks, request in enumerate(self._waiting):
-            if not request.is_led:
+        num_forks, loading = 0, () if self._tiers is None else self._tiers
+        for request in self._waiting:
+            if request.is_led:
+                num_forks += 1
+            elif request not in loading:
                 return request, num_forks
-        return None, len(self._waiting)
+        return None, num_forks
 
     def _admit(self, request: Request, num_forks: int) -> bool:
         """Whether a waiting request can start now, after preempting what comes behind it."""
@@ -429,12 +443,15 @@ class Scheduler:
             and (other.namespace, other.items) == (request.namespace, request.items)
             and other.is_long == is_long
             and other.order < request.order
-            for other in self._running
+            for other in (*self._running, *(() if self._tiers is None else self._tiers.requests))
         )
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)
         load = self._admission.open_sequence(request)
+        if request.sequence is None:  # it waits for its KV
+            self._enqueue(request)
+            return
         self._run(request)
         if request.num_preemptions == 0:
             self.stats.num_prompt_tokens += request.num_prompt_tokens
@@ -458,6 +475,8 @@ class Scheduler:
     def _has_room(self, request: Request) -> bool:
         """Whether a running request can have a token, after preempting what comes behind it."""
         while not self._kv.can_reserve(request.running_sequence, 1):
+            if self._tiers is not None and self._tiers.give_way(request.order):
+                continue
             last = self._running[-1]
             if last is request or self._admission.is_coming(request):
                 return False

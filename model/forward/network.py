@@ -101,6 +101,11 @@ class PagedNetwork:
         return self._backend.device
 
     @property
+    def scales(self) -> Scales:
+        """Those of quantised caches; empty: there are none, or all are 1. O(1)."""
+        return self._scales
+
+    @property
     def num_parameters(self) -> int:
         """The number of parameters. O(parameters)."""
         return self._network.num_parameters()

@@ -122,12 +122,25 @@ class SanitizedBackend:
         Raises:
             SanitizerError: a block belongs to another request.
         """
+        self._poison_all(caches)
+        for transfer in step.loads:
+            self.begin_load(transfer.lease, caches)
+
+    def begin_load(self, lease: kvcore.Lease, caches: KVCaches) -> None:
+        """Poison the blocks of a load before they are written. O(blocks).
+
+        Raises:
+            SanitizerError: a block belongs to another request.
+        """
+        self._poison_all(caches)
+        self.shadow.loaded(lease)
+        _poison(caches, [block.block_id for block in lease.blocks])
+
+    def _poison_all(self, caches: KVCaches) -> None:
+        """Poison all blocks, once. O(their bytes)."""
         if not self._is_poisoned:
             self._is_poisoned = True
             _poison(caches, None)
-        for transfer in step.loads:
-            self.shadow.loaded(transfer.lease)
-            _poison(caches, list(transfer.block_ids))
 
     def begin_copies(self, orders: Sequence[kvcore.CopyOrder], caches: KVCaches) -> None:
         """Poison the targets of copies before they are made. O(blocks copied).

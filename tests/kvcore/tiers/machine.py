@@ -365,7 +365,7 @@ class TierMachine(RuleBasedStateMachine):
     )
     def restart(self, kind, weights, share, lost):
         """The process ends, in order or not, and another begins on the same disk."""
-        found = {*self.tiers.tiers[-1].tier._index}
+        found = {*self.tiers.tiers[-1].tier._entries}
         if kind == "closed":
             self.finish_all()
             self.tiers.close()
@@ -380,7 +380,7 @@ class TierMachine(RuleBasedStateMachine):
         if self.disk.is_gone:
             self.disk.files, self.disk.is_gone = {}, False
         self.start(weights, capacity)
-        again = {*self.tiers.tiers[-1].tier._index}
+        again = {*self.tiers.tiers[-1].tier._entries}
         if is_sound and is_same and not found <= again:
             raise BrokenError("P24: a restart has lost records that were whole")
         self.was_sound = True

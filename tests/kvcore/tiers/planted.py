@@ -92,7 +92,7 @@ plant(
     "resets",
     host.HostTier,
     "clear",
-    "self._entries = {}",
+    "self._remove_all()",
     "pass",
 )
 plant(
@@ -276,5 +276,14 @@ plant(
     tier_manager.TierManager,
     "_use",
     "self._published[block] = None",
+    "pass",
+)
+plant(
+    "a_store_of_before_a_reset_is_waited_for",
+    "P24",
+    "stored_again_after_a_reset",
+    tier_manager.TierManager,
+    "cleared",
+    "self._storing.clear()",
     "pass",
 )

@@ -63,6 +63,21 @@ def resets(life):
         come_back(life)
 
 
+def stored_again_after_a_reset(life):
+    life.serve(prompt(5, 0), b"", stores=False)
+    life.reset_while_it_stores()
+    life.serve(prompt(5, 0), b"", stores=True)
+
+
+def fails_for_good(life):
+    for kind in ("failed", "torn"):
+        life.churn([0, 1])
+        life.another_process_leaves_files(shift=1, cut=0)
+        life.the_disk_misbehaves([], [kind], undeletable=True, lands=False)
+        life.churn([0, 1, 2, 3])
+        come_back(life)
+
+
 def bad_transfers(life):
     life.churn([0, 4])
     life.a_transfer_turns_out_bad(prompt(12, 0))
@@ -116,7 +131,7 @@ def keeps_what_is_used(life):
 
 STORIES = (  # the short ones find most
     restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
-    fills_up, half_writes, keeps_what_is_used,
+    stored_again_after_a_reset, fails_for_good, fills_up, half_writes, keeps_what_is_used,
 )  # fmt: skip
 
 

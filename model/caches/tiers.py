@@ -1,0 +1,302 @@
+"""Host memory and disk behind the KV caches of one network: where the bytes of a block are.
+
+Decides: what the bytes of a copy mean, so that copies of other weights, another layout, dtype or
+quantisation are never loaded; how bytes move. On a CPU the threads of the transfers read and write
+the caches themselves. On another device whole jobs move at once: a store gathers its blocks into
+one buffer and copies it to page-locked memory; a load fills page-locked memory and goes to the
+device in a few large copies. Both run on a stream of their own that starts after the steps sent
+before, so the steps do not wait.
+
+Invariants: a load has returned only when its bytes are in its blocks; a store never keeps bytes
+that were read after its blocks were released (`kvcore.tiers` sees to that).
+
+Does not know: which requests wait, what a content is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+import kvcore
+from kvcore.tiers import (
+    BlockMover,
+    DiskTier,
+    HostTier,
+    LoadJob,
+    StoreJob,
+    Tier,
+    TierError,
+    TierInUseError,
+    TierManager,
+)
+from model.caches.kv_caches import KVCaches, Scales
+from model.caches.layout import CacheLayout
+from model.control.config import EngineConfig
+from model.control.tier_transfers import TierDevice, TierTransfers, TransferCosts
+from model.errors import InvalidArgumentError
+
+_MAX_JOB_BYTES: Final = 256 << 20
+_PART_BYTES: Final = 32 << 20  # of a load that goes to the device at once
+_NO_MEANING: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+
+Began = Callable[[kvcore.Lease], None]
+"""Is told that the blocks of a load will be written."""
+
+
+class BlockDevice(TierDevice, BlockMover, Protocol):
+    """Runs jobs, and knows the bytes of a block."""
+
+
+def open_tiers(
+    config: EngineConfig,
+    network: nn.Module,
+    layout: CacheLayout,
+    scales: Scales,
+    kv: kvcore.KVCacheManager,
+    device: BlockDevice,
+) -> TierTransfers:
+    """Open the tiers that a configuration asks for. Reads all weights once, for their digest.
+
+    Args:
+        config: has tiers.
+        network: as loaded.
+        layout: of the caches.
+        scales: of quantised caches.
+        kv: allocates the blocks.
+        device: has the blocks.
+
+    Raises:
+        InvalidArgumentError: a tier cannot start; it names the setting.
+    """
+    block_bytes = layout.kv_bytes(1, config.block_size)
+    most = max(1, min(kv.num_usable_blocks // 8, _MAX_JOB_BYTES // block_bytes))
+    meaning = meaning_of_blocks(config, network, layout, scales)
+    for path in _paths(config):
+        tiers: list[Tier] = []
+        if config.host_memory_bytes is not None:
+            tiers.append(HostTier(config.host_memory_bytes))
+        if path is not None:
+            tiers.append(DiskTier(path, config.disk_bytes))
+        try:
+            found = TierManager(
+                kv, tiers, device, block_bytes=block_bytes, meaning=meaning, max_store_blocks=most
+            )
+        except TierInUseError as error:
+            if not config.shares_disk:
+                raise _refused(error) from error
+        except TierError as error:
+            raise _refused(error) from error
+        else:
+            return TierTransfers(found, device, TransferCosts(block_bytes))
+    raise InvalidArgumentError("disk: no folder is left")
+
+
+def device_of(caches: KVCaches, began: Began) -> BlockDevice:
+    """What moves the bytes of these caches. O(1)."""
+    kind = caches.storages[0].device.type
+    return (
+        HostBlocks(caches.storages, began)
+        if kind == "cpu"
+        else StreamBlocks(caches.storages, began)
+    )
+
+
+def meaning_of_blocks(
+    config: EngineConfig, network: nn.Module, layout: CacheLayout, scales: Scales
+) -> Mapping[str, str | int]:
+    """What the bytes of a block mean: equal only where they may be exchanged. Reads all weights."""
+    settings: Any = getattr(network, "config", None)
+    about = {} if settings is None else settings.to_dict()
+    kept = {name: about[name] for name in sorted(about) if name not in _NO_MEANING}
+    parts = [part for pair in scales for part in pair if part is not None]
+    return {
+        "weights": _digest([*network.state_dict().items()]),
+        "network": xxhash.xxh3_128_hexdigest(repr(kept).encode()),
+        "layout": repr(layout),
+        "scales": _digest([(str(number), part) for number, part in enumerate(parts)]),
+        "byte order": sys.byteorder,
+        "batch invariant": int(config.batch_invariant),
+        "rank": 0,
+        "ranks": 1,
+    }
+
+
+def _digest(tensors: Sequence[tuple[str, Tensor]]) -> str:
+    """The digest of tensors with their names, dtypes and shapes. O(their bytes)."""
+    found = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+        found.update(content.numpy().data)
+    return found.hexdigest()
+
+
+def _paths(config: EngineConfig) -> Iterator[str | None]:
+    """The folders to try, in order."""
+    if config.disk is None or not config.shares_disk:
+        yield config.disk
+        return
+    for number in count():
+        yield str(Path(config.disk) / f"replica-{number}")
+
+
+def _refused(error: TierError) -> InvalidArgumentError:
+    tier, _, reason = str(error).partition(": ")
+    setting = "host_memory_bytes" if tier == "host tier" else "disk"
+    if setting == "disk" and reason.startswith("wanted a capacity"):
+        setting = "disk_bytes"
+    return InvalidArgumentError(f"{setting}: {reason}")
+
+
+@final
+class HostBlocks:
+    """Blocks in host memory: jobs read and write them where they are.
+
+    Args:
+        storages: all memory, see `KVCaches.storages`.
+        began: is told of each load.
+    """
+
+    def __init__(self, storages: Sequence[Tensor], began: Began) -> None:
+        self._rows = [storage.numpy() for storage in storages]
+        self._began = began
+
+    def mark(self) -> None:
+        """Nothing: a step that was sent is done."""
+
+    def began(self, job: LoadJob) -> None:
+        """See `TierDevice.began`."""
+        self._began(job.lease)
+
+    def load(self, job: LoadJob, mark: object) -> None:
+        """See `TierDevice.load`."""
+        del mark
+        job.run()
+
+    def store(self, job: StoreJob, mark: object) -> None:
+        """See `TierDevice.store`."""
+        del mark
+        job.run()
+
+    def gave_up(self) -> None:
+        """Nothing: a job that is cancelled writes no more."""
+
+    def read_block(self, block_id: int) -> bytes:
+        """See `BlockMover.read_block`. O(its bytes)."""
+        return b"".join([rows[block_id] for rows in self._rows])
+
+    def write_block(self, block_id: int, data: memoryview) -> None:
+        """See `BlockMover.write_block`. O(its bytes)."""
+        begin, content = 0, np.frombuffer(data, dtype=np.uint8)
+        for rows in self._rows:
+            end = begin + rows.shape[1]
+            rows[block_id] = content[begin:end]
+            begin = end
+
+
+@final
+class StreamBlocks:
+    """Blocks on a device with streams: the bytes of a job move in a few large copies.
+
+    Args:
+        storages: all memory, see `KVCaches.storages`.
+        began: is told of each load.
+        part_bytes: what a load sends at once.
+    """
+
+    def __init__(
+        self, storages: Sequence[Tensor], began: Began, *, part_bytes: int = _PART_BYTES
+    ) -> None:
+        self._storages = storages
+        self._began = began
+        self._torch: Any = torch.get_device_module(storages[0].device)
+        self._incoming, self._outgoing = self._torch.Stream(), self._torch.Stream()
+        self._block_bytes = sum([storage.shape[1] for storage in storages])
+        self._staged: dict[int, memoryview] = {}  # by block, of the store that runs
+        rows = max(1, part_bytes // self._block_bytes)
+        self._parts = [self._host(rows) for _ in range(2)]  # one is filled, one is on its way
+        self._sent = [self._torch.Event() for _ in self._parts]
+        self._ids: list[int] = []  # of the blocks in the part that is filled
+        self._num_left = 0  # blocks of the load that are not written yet
+
+    def mark(self) -> object:
+        """See `TierDevice.mark`."""
+        event = self._torch.Event()
+        event.record(self._torch.current_stream())
+        return event
+
+    def began(self, job: LoadJob) -> None:
+        """See `TierDevice.began`."""
+        self._began(job.lease)
+
+    def load(self, job: LoadJob, mark: object) -> None:
+        """See `TierDevice.load`."""
+        self._incoming.wait_event(mark)
+        self._ids = []
+        self._num_left = sum([len(part.block_ids) for part in job.parts])
+        job.run()
+        for event in self._sent:
+            event.synchronize()
+
+    def store(self, job: StoreJob, mark: object) -> None:
+        """See `TierDevice.store`."""
+        ids = [block_id for part in job.parts for block_id in part.block_ids]
+        with self._torch.stream(self._outgoing):
+            self._outgoing.wait_event(mark)
+            index = torch.tensor(ids, device=self._storages[0].device)
+            found = torch.cat([storage[index] for storage in self._storages], dim=1)
+            host = self._host(len(ids))
+            host.copy_(found, non_blocking=True)
+            done = self._torch.Event()
+            done.record(self._outgoing)
+        done.synchronize()
+        rows = host.numpy()
+        self._staged = {block_id: memoryview(rows[place]) for place, block_id in enumerate(ids)}
+        job.run()
+        self._staged = {}
+
+    def gave_up(self) -> None:
+        """See `TierDevice.gave_up`."""
+        self._torch.current_stream().wait_stream(self._incoming)
+
+    def read_block(self, block_id: int) -> memoryview:
+        """See `BlockMover.read_block`. O(1)."""
+        return self._staged[block_id]
+
+    def write_block(self, block_id: int, data: memoryview) -> None:
+        """See `BlockMover.write_block`; the last one of a load sends the rest. O(its bytes)."""
+        self._parts[0][len(self._ids)] = torch.frombuffer(data, dtype=torch.uint8)
+        self._ids.append(block_id)
+        self._num_left -= 1
+        if self._num_left == 0 or len(self._ids) == len(self._parts[0]):
+            self._send()
+
+    def _send(self) -> None:
+        """Send the part that is filled; the other one is free once its copy is done."""
+        with self._torch.stream(self._incoming):
+            device = self._storages[0].device
+            content = self._parts[0][: len(self._ids)].to(device, non_blocking=True)
+            index, begin = torch.tensor(self._ids, device=device), 0
+            for storage in self._storages:
+                end = begin + storage.shape[1]
+                storage[index] = content[:, begin:end]
+                begin = end
+            self._sent[0].record(self._incoming)
+        self._ids = []
+        self._parts.reverse()
+        self._sent.reverse()
+        self._sent[0].synchronize()
+
+    def _host(self, rows: int) -> Tensor:
+        """Memory for blocks, page-locked where the device gains from it."""
+        is_locked = self._storages[0].device.type == "cuda"
+        return torch.empty((rows, self._block_bytes), dtype=torch.uint8, pin_memory=is_locked)
