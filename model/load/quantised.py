@@ -44,16 +44,18 @@ class Format:
 _INT8 = "bitsandbytes int8"
 _BITSANDBYTES = ("accelerate", "bitsandbytes")
 FORMATS = {
-    "fp8": Format("FP8 in blocks", ("accelerate",)),
-    "mxfp4": Format("MXFP4", ("accelerate",)),
-    "compressed-tensors": Format("compressed-tensors", ("accelerate", "compressed-tensors")),
+    "fp8": Format("FP8 in blocks (DeepSeek V3, Qwen3)", ("accelerate",)),
+    "mxfp4": Format("MXFP4 (GPT-OSS)", ("accelerate",)),
+    "compressed-tensors": Format(
+        "compressed-tensors (w8a8, w4a16, FP8, NVFP4)", ("accelerate", "compressed-tensors")
+    ),
     # On a CPU its product for one token rounds more than that for several.
-    "bitsandbytes": Format("bitsandbytes 4 bit", _BITSANDBYTES, stays=("cuda",)),
+    "bitsandbytes": Format("bitsandbytes 4 bit (nf4, fp4)", _BITSANDBYTES, stays=("cuda",)),
     # Its products take columns apart in which any token of the batch has an outlier.
     _INT8: Format(_INT8, _BITSANDBYTES),
     "gptq": Format("GPTQ", ("accelerate", "gptqmodel", "optimum"), stays=("cpu", "cuda")),
     "awq": Format("AWQ", ("accelerate", "gptqmodel"), stays=("cpu", "cuda")),
-    "gguf": Format("GGUF", ("accelerate", "gguf")),
+    "gguf": Format("GGUF (Q8_0, Q4_K and others)", ("accelerate", "gguf")),
 }
 """By `quant_method`; bitsandbytes has one name for two formats."""
 

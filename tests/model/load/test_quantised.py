@@ -81,7 +81,7 @@ def refusal(path):
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     folder = written(tmp_path, "FP8 blocks")
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
-    assert "in FP8 in blocks" in refusal(folder)
+    assert "in FP8 in blocks (DeepSeek V3, Qwen3)" in refusal(folder)
     assert refusal(folder).endswith("pip install accelerate")
 
 
