@@ -1,7 +1,7 @@
 """The disk tier: copies in append-only segments that survive the process.
 
 Decides: where a record goes, what is evicted, and when a segment is rewritten. Records are appended
-to the newest segment. An evicted record stays where it is, as dead bytes, and its header is marked;
+to the newest segment. An evicted record stays where it is, as dead bytes, marked in one byte;
 when the capacity is reached, the segment with the most dead bytes is compacted: its other records
 are copied to the newest segment and the file is deleted. Live records may take seven eighths of the
 capacity less two segments, so there are always dead bytes to win, and the room of one segment is
@@ -22,12 +22,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.tiers.folder import Folder, Segments
 from kvcore.tiers.record import (
+    DEAD,
+    DEAD_OFFSET,
     RECORD_BYTES,
     SEGMENT_BYTES,
     VERSION,
@@ -280,7 +282,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         header, offset = self._entries[key]
         self._drop(key)
         try:
-            self._files.write(header.segment, offset, [replace(header, is_dead=True).encode()])
+            self._files.write(header.segment, offset + DEAD_OFFSET, [DEAD])
         except OSError as error:  # then a restart may find it again: it is whole, or a miss
             self._note_failure(error)
         return RECORD_BYTES + header.length

@@ -4,9 +4,13 @@ A segment is a file: a header of 32 bytes, then records one behind the other, ea
 bytes and the payload. All integers are little-endian.
 
     segment   "KVTSEGM1" | version u32 | 0 u32 | number of the segment u64 | xxh3-64 of these 24
-    record    "KVTR" | layer group u32 | priority u32 | 1: evicted, else 0 u32 | its segment u64
-              | number of the record u64 | length u64 | block hash 32 | digest of meaning 32
-              | xxh3-128 of the payload 16 | xxh3-64 of the header up to here u64
+    record    "KVTR" | layer group u32 | priority u32 | 255: evicted, else 0 u8 | 0 u24
+              | its segment u64 | number of the record u64 | length u64 | block hash 32
+              | digest of meaning 32 | xxh3-128 of the payload 16
+              | xxh3-64 of the header up to here, as it was before an eviction u64
+
+An eviction writes one byte, because a longer write may be torn by a crash, and a header that is not
+whole hides all records behind it.
 
 A record is what it says or it is nothing: its header must be whole, name the segment in which it
 stands, fit the key and the meaning that are asked for, and the payload must have the length and
@@ -36,6 +40,8 @@ _RECORD_MAGIC: Final = b"KVTR"
 SEGMENT_BYTES: Final = _SEGMENT.size
 RECORD_BYTES: Final = _RECORD.size
 _SUM_BYTES: Final = 8  # the checksum at the end of a header
+DEAD_OFFSET: Final = 12
+DEAD: Final = b"\xff"  # no single bit that flips makes it of a 0
 
 Key = NewType("Key", bytes)
 """What a copy is of: the layer group, 4 bytes, and the block hash, 32 bytes of sha256."""
@@ -88,7 +94,7 @@ class Header:
         number: counts the records of a tier; of two with one key the later counts.
         length: bytes of the payload.
         checksum: of the payload.
-        is_dead: it was evicted; its header was written again to say so.
+        is_dead: it was evicted; one byte of its header was written to say so.
     """
 
     key: Key
@@ -106,7 +112,7 @@ class Header:
             _RECORD_MAGIC,
             int.from_bytes(self.key[:4], "little"),
             self.priority,
-            int(self.is_dead),
+            0,
             self.segment,
             self.number,
             self.length,
@@ -125,12 +131,15 @@ def decode_header(data: bytes) -> Header | Fault:
     head = data[:RECORD_BYTES]
     if not any(head):
         return "torn"
+    is_dead = head[DEAD_OFFSET : DEAD_OFFSET + 1] == DEAD
+    if is_dead:
+        head = head[:DEAD_OFFSET] + b"\0" + head[DEAD_OFFSET + 1 :]
     fields = _RECORD.unpack(head)
     if fields[0] != _RECORD_MAGIC or _sealed(head) != head:
         return "corrupted"
-    _, group, priority, dead, segment, number, length, block_hash, meaning, checksum, _ = fields
+    _, group, priority, _, segment, number, length, block_hash, meaning, checksum, _ = fields
     key = key_of(group, block_hash)
-    about = segment, number, length, checksum, bool(dead)
+    about = segment, number, length, checksum, is_dead
     return Header(key, Meaning(meaning), priority, *about)
 
 

@@ -10,6 +10,8 @@ import pytest
 import kvcore
 from tests.kvcore import machines
 from tests.kvcore.sabotage import SABOTAGES
+from tests.kvcore.tiers.machine import TierMachine
+from tests.kvcore.tiers.planted import PLANTED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "properties.md").read_text(encoding="utf-8")
@@ -20,6 +22,11 @@ ROWS = {
     if re.match(r"\| P\d+ ", line)
     for cells in [[cell.strip() for cell in line.split("|")]]
 }
+
+MACHINES = {name: getattr(machines, name) for name in machines.__all__}
+MACHINES["TierMachine"] = TierMachine
+CAUGHT_BY = {name: planted.properties for name, planted in SABOTAGES.items()}
+CAUGHT_BY |= {name: {*properties.split()} for name, (properties, *_) in PLANTED.items()}
 
 
 @functools.cache
@@ -36,7 +43,7 @@ def named(cell):
 
 
 def test_the_page_has_every_property_once():
-    assert list(ROWS) == [f"P{number}" for number in range(1, 37)]
+    assert list(ROWS) == [f"P{number}" for number in range(1, 42)]
 
 
 @pytest.mark.parametrize("prop", ROWS)
@@ -50,8 +57,8 @@ def test_a_property_is_a_named_function_or_a_named_test(prop):
         owner, _, member = name.partition(".")
         if name.startswith("test_") and name.endswith(".py"):
             assert (ROOT / "tests" / "kvcore" / name).exists(), name
-        elif owner in machines.__all__:
-            assert hasattr(getattr(machines, owner), member), name
+        elif owner in MACHINES:
+            assert hasattr(MACHINES[owner], member), name
         elif name not in {"refused", "refusal.py"}:
             assert name in known, name
 
@@ -61,8 +68,12 @@ def test_the_planted_bugs_beside_a_property_are_caught_by_it(prop):
     cell = ROWS[prop][3]
     wanted = set(re.findall(r"P\d+", cell.split(":")[0])) if "seen as" in cell else {prop}
     for name in named(cell):
-        assert wanted & SABOTAGES[name].properties, name
+        assert wanted & CAUGHT_BY[name], name
     assert named(cell) or prop in {"P26", "P28"}
+
+
+def test_every_planted_bug_of_tiers_is_on_the_page():
+    assert {*PLANTED} <= {*named(PROPERTIES)}
 
 
 def test_every_rule_that_bugs_ask_for_is_a_method_of_the_machine():

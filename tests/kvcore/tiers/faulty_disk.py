@@ -12,16 +12,23 @@ class BrokenError(AssertionError):
     """A property does not hold; the message begins with its number."""
 
 
+class CrashedError(BaseException):
+    """The process has died; nothing of it goes on."""
+
+
 class FaultyDisk:
     """Segments in memory. It outlives the process that uses it.
 
     `write_faults` and `read_faults` say what becomes of the next operations; None: they succeed.
+    `crash`: how many operations that change files still succeed before the process dies, and the
+    share of the next one that takes place; None: it lives.
     """
 
     def __init__(self):
         self.files = {}
         self.write_faults = []
         self.read_faults = []
+        self.crash = None
         self.late = []
         self.capacity = None
         self.is_gone = self.is_taken = self.is_undeletable = False
@@ -35,6 +42,17 @@ class FaultyDisk:
     def close(self):
         self.is_taken = False
 
+    def _share(self):
+        """The share of an operation that takes place; None: all, and the process lives on."""
+        if self.crash is None:
+            return None
+        left, share = self.crash
+        if left:
+            self.crash = left - 1, share
+            return None
+        self.crash = None
+        return share
+
     def sizes(self):
         self._check_there()
         return {number: len(data) for number, data in self.files.items()}
@@ -42,6 +60,10 @@ class FaultyDisk:
     def write(self, number, offset, pieces):
         self._check_there()
         data = b"".join(pieces)
+        share = self._share()
+        if share is not None:
+            self._put(number, offset, data[: int(len(data) * share)])
+            raise CrashedError
         fault = self.write_faults.pop(0) if self.write_faults else None
         if fault == "gone":
             self.is_gone = True
@@ -94,7 +116,11 @@ class FaultyDisk:
         self._check_there()
         if number not in self.files:
             raise FileNotFoundError(errno.ENOENT, "no such segment")
-        del self.files[number][size:]
+        share = self._share()
+        if share != 0:
+            del self.files[number][size:]
+        if share is not None:
+            raise CrashedError
 
     def delete(self, number):
         self._check_there()
@@ -102,7 +128,11 @@ class FaultyDisk:
             raise OSError(errno.EPERM, "not permitted")
         if number not in self.files:
             raise FileNotFoundError(errno.ENOENT, "no such segment")
-        del self.files[number]
+        share = self._share()
+        if share != 0:
+            del self.files[number]
+        if share is not None:
+            raise CrashedError
 
     def lose_power(self, num_bytes):
         """The end of what was written last is missing, and what is late never comes."""

@@ -6,6 +6,7 @@ that enters or leaves a tier, at every block that a load has filled, and at ever
 """
 
 import sys
+from functools import wraps
 
 import xxhash
 from hypothesis import strategies as st
@@ -13,7 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import kvcore
 from kvcore import tiers
-from tests.kvcore.tiers.faulty_disk import READS, WRITES, BrokenError, FaultyDisk
+from tests.kvcore.tiers.faulty_disk import (
+    READS,
+    WRITES,
+    BrokenError,
+    CrashedError,
+    FaultyDisk,
+)
 
 SIZE = 2  # tokens a block
 NUM_BYTES = 16  # of a block
@@ -75,7 +82,12 @@ class Watched:
         if bytes(payload) != wanted:
             raise BrokenError("P38: stored after its block was reused, or before it was written")
         is_old = epoch != self.tier.epoch
-        is_kept = self.tier.put(key, payload, priority, epoch)
+        try:
+            is_kept = self.tier.put(key, payload, priority, epoch)
+        except CrashedError:
+            if not is_old:
+                self.machine.since_clear.add(key)  # all of it may be there
+            raise
         if is_old and is_kept and key not in self.machine.since_clear:
             raise BrokenError("P38: a store of before a reset came late, and is found")
         if is_kept:
@@ -92,6 +104,25 @@ class Watched:
         if payload is None and is_there and self.tier.stats.faults.total() == faults:
             raise BrokenError("P37: a record was not served, and that is not counted")
         return payload
+
+
+def survives(verb):
+    """The process may die in this rule, at any write: then another begins on what the disk has."""
+
+    @wraps(verb)
+    def outermost(self, *args, **kwargs):
+        if self.is_inside:
+            return verb(self, *args, **kwargs)
+        self.is_inside, before = True, {*self.since_clear}
+        try:
+            return verb(self, *args, **kwargs)
+        except CrashedError:
+            self.since_clear |= before  # a reset that was not finished may have left them
+            self.restart("killed", self.weights, 1, 0)
+        finally:
+            self.is_inside = False
+
+    return outermost
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -195,6 +226,8 @@ class TierMachine(RuleBasedStateMachine):
                 self.kv.reserve(seq, count)
             except kvcore.OutOfBlocksError:
                 if not self.tiers.cancel_stores():
+                    if any(job.lease.is_active for job in self.stores):
+                        raise BrokenError("P41: a store keeps a request from running") from None
                     return False
                 self.stores = []
                 continue
@@ -215,6 +248,7 @@ class TierMachine(RuleBasedStateMachine):
     # Rules
 
     @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS), stores=st.booleans())
+    @survives
     def serve(self, tokens, salt, stores):
         """Open, load what there is, compute the rest, close; perhaps store at once."""
         seq = self.open_sequence(tokens, salt)
@@ -236,12 +270,19 @@ class TierMachine(RuleBasedStateMachine):
         """Store what is published; on a sound disk every block of a prompt is there then."""
         disk = self.tiers.tiers[-1].tier
         before, is_cached = disk.stats.num_evicted, self.kv.enable_caching
+        while self.stores:
+            self.end_store(0, runs=True)
         while (job := self.tiers.begin_store()) is not None:
             self.stores.append(job)
             while self.stores:
                 self.end_store(0, runs=True)
         is_whole = seq.num_computed_tokens == seq.num_tokens
-        if not (self.was_sound and is_cached and is_whole and before == disk.stats.num_evicted):
+        is_waiting = self.tiers._num_storing >= self.tiers._most or any(
+            not job.is_stale
+            for job in self.stores  # it may have the same blocks
+        )
+        is_calm = self.was_sound and is_cached and is_whole and not is_waiting
+        if not is_calm or before != disk.stats.num_evicted:
             return
         namespace = self.namespaces[seq]
         tokens = seq.packed.tolist()
@@ -256,6 +297,7 @@ class TierMachine(RuleBasedStateMachine):
                     raise BrokenError("P24: a prompt was stored, and a tier does not have it")
 
     @rule(forks=st.lists(st.integers(0, 9), min_size=2, max_size=4))
+    @survives
     def churn(self, forks):
         """Other prompts take the blocks; theirs are stored too."""
         for fork in forks:
@@ -273,6 +315,7 @@ class TierMachine(RuleBasedStateMachine):
                 self.loads.append((seq, job))
 
     @rule(index=st.integers(0, 1), runs=st.booleans(), closes=st.booleans(), twice=st.booleans())
+    @survives
     def end_load(self, index, runs, closes, twice):
         """A load ends: done or given up, its request still there or not."""
         if index < len(self.loads):
@@ -314,6 +357,7 @@ class TierMachine(RuleBasedStateMachine):
             raise BrokenError("P38: a load that was given up wrote to blocks")
 
     @rule(runs=st.booleans())
+    @survives
     def store(self, runs):
         job = self.tiers.begin_store()
         if job is not None:
@@ -322,6 +366,7 @@ class TierMachine(RuleBasedStateMachine):
                 self.run(job)
 
     @rule(index=st.integers(0, 1), runs=st.booleans())
+    @survives
     def end_store(self, index, runs):
         if index < len(self.stores):
             job = self.stores.pop(index)
@@ -334,6 +379,7 @@ class TierMachine(RuleBasedStateMachine):
                 self.run(job)  # too late: it may store nothing that its blocks do not hold
 
     @rule()
+    @survives
     def reset(self):
         """Weights that changed, say: nothing of before may come back."""
         self.since_clear.clear()
@@ -342,12 +388,14 @@ class TierMachine(RuleBasedStateMachine):
             raise BrokenError("P37: a tier has copies after a reset")
 
     @rule()
+    @survives
     def reset_while_it_stores(self):
         self.memory.meanwhile = self.reset
         self.store(runs=True)
         self.memory.meanwhile = None
 
     @rule(tokens=PROMPTS)
+    @survives
     def a_transfer_turns_out_bad(self, tokens):
         """KV from elsewhere was wrong: nothing that was computed from it may be served."""
         seq = self.open_sequence(tokens, b"")
@@ -362,8 +410,9 @@ class TierMachine(RuleBasedStateMachine):
         weights=st.sampled_from(WEIGHTS),
         share=st.sampled_from([1, 1, 1, 2]),
         lost=st.integers(0, 400),
+        crash=st.sampled_from([None, None, (0, 0), (0, 1), (1, 0.5), (2, 0.5)]),
     )
-    def restart(self, kind, weights, share, lost):
+    def restart(self, kind, weights, share, lost, crash=None):
         """The process ends, in order or not, and another begins on the same disk."""
         found = {*self.tiers.tiers[-1].tier._entries}
         if kind == "closed":
@@ -374,18 +423,29 @@ class TierMachine(RuleBasedStateMachine):
             self.disk.lose_power(lost)
         is_sound = kind != "power" and not self.disk.late and self.was_sound
         is_same = share == 1 and weights == self.weights
-        self.disk.write_faults, self.disk.read_faults = [], []
+        self.disk.write_faults, self.disk.read_faults, self.disk.crash = [], [], None
         capacity = self.capacity if share == 1 else 8 * self.segment_bytes
         self.disk.is_undeletable = False
         if self.disk.is_gone:
             self.disk.files, self.disk.is_gone = {}, False
-        self.start(weights, capacity)
+        self.disk.crash = crash
+        try:
+            self.start(weights, capacity)
+        except CrashedError:
+            self.disk.is_taken = False
+            self.start(weights, capacity)
+        self.disk.crash = None
         again = {*self.tiers.tiers[-1].tier._entries}
         if is_sound and is_same and not found <= again:
             raise BrokenError("P24: a restart has lost records that were whole")
         self.was_sound = True
 
-    was_sound = True
+    was_sound, is_inside = True, False
+
+    @rule(left=st.integers(0, 12), share=st.sampled_from([0, 0.3, 0.5, 0.9, 1]))
+    def the_process_is_to_die(self, left, share):
+        """It dies at one of the next writes, cuts or deletions, perhaps in the middle of it."""
+        self.disk.crash = left, share
 
     @rule(
         writes=st.lists(st.sampled_from(WRITES), max_size=2),

@@ -287,3 +287,49 @@ plant(
     "self._storing.clear()",
     "pass",
 )
+
+# A crash at any write.
+
+# raullenchai/Rapid-MLX#187, jundot/omlx#2255, jjang-ai/vmlx#4: a crash poisons the next start.
+plant(
+    "an_eviction_writes_a_header",
+    "P24",
+    "dies",
+    disk.DiskTier,
+    "_bury",
+    "offset + DEAD_OFFSET, [DEAD]",
+    "offset, [bytes(RECORD_BYTES)]",
+)
+
+# A name is of its content alone, and a wait is bounded.
+
+# vllm#47636: keys that are seeded in every process.
+plant(
+    "keys_are_of_one_process",
+    "P37",
+    "restarts",
+    tier_manager.TierManager,
+    "_part",
+    "node_hash(first.node, size, _ALGORITHM)",
+    "node_hash(first.node, size, _ALGORITHM)[:-8] + id(self.kv).to_bytes(8)",
+)
+# vllm#45388, #50687, sglang#36033: a completion that never comes is waited for.
+plant(
+    "loads_are_waited_for_without_end",
+    "P41",
+    "waits",
+    tier_manager.TierManager,
+    "finish_load",
+    "if job not in self._loads:",
+    "if job not in self._loads or not job.is_done:",
+)
+# sglang#27024: what is pinned for others keeps a request from running.
+plant(
+    "stores_are_not_given_up_for_requests",
+    "P41",
+    "late_stores",
+    tier_manager.TierManager,
+    "cancel_stores",
+    "jobs = [*self._stores]",
+    "jobs = []",
+)

@@ -78,6 +78,14 @@ def fails_for_good(life):
         come_back(life)
 
 
+def dies(life):
+    for left in range(12):
+        for share in (0, 0.5, 0.9, 1):
+            life.the_process_is_to_die(left, share)
+            life.churn([left % 10, 1, 2, 3])
+            life.restart("killed", "a", 1, 0, (left % 3, share))
+
+
 def bad_transfers(life):
     life.churn([0, 4])
     life.a_transfer_turns_out_bad(prompt(12, 0))
@@ -131,7 +139,7 @@ def keeps_what_is_used(life):
 
 STORIES = (  # the short ones find most
     restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
-    stored_again_after_a_reset, fails_for_good, fills_up, half_writes, keeps_what_is_used,
+    stored_again_after_a_reset, fails_for_good, dies, fills_up, half_writes, keeps_what_is_used,
 )  # fmt: skip
 
 

@@ -1,10 +1,6 @@
 """Tiers on real files: rights, the lock, versions, corrupted bytes, a killed process."""
 
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import random
 
 import pytest
 from hypothesis import given
@@ -13,23 +9,7 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore import tiers
 from kvcore.tiers import record
-
-NUM_BYTES = 4096
-MEANING = tiers.meaning_of({"weights": "a"})
-
-
-def payload_of(number):
-    return memoryview(number.to_bytes(8, "little") * (NUM_BYTES // 8))
-
-
-def key(number):
-    return tiers.key_of(0, number.to_bytes(32, "little"))
-
-
-def open_tier(path, capacity=1 << 20):
-    tier = tiers.DiskTier(path, capacity)
-    tier.start(MEANING, NUM_BYTES)
-    return tier
+from tests.kvcore.tiers.kills import MEANING, NUM_BYTES, key, kill_once, open_tier, payload_of
 
 
 def test_a_restart_finds_what_was_stored(tmp_path):
@@ -139,40 +119,12 @@ def test_a_manager_that_names_events_otherwise_is_refused():
         tiers.TierManager(kv, [], None, block_bytes=4, meaning={})
 
 
-WRITER = """
-import sys
-from tests.kvcore.tiers.test_tiers import *
-tier = open_tier(sys.argv[1], 1 << 22)
-for number in range(int(sys.argv[2]), 1 << 60):
-    assert tier.put(key(number), payload_of(number), 0, 0)
-    print(number, flush=True)
-"""
-
-
 @pytest.mark.slow
 def test_a_killed_process_leaves_whole_records_or_misses(tmp_path):
     """`kill -9` in the middle of writing: what was acknowledged is found, and nothing is wrong."""
-    first, found, acknowledged = 0, 0, 0
-    for life in range(6):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(first)],
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[3],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-            text=True,
-        )
-        written = [int(process.stdout.readline()) for _ in range(5 + 17 * life)]
-        process.send_signal(signal.SIGKILL)
-        written += [int(line) for line in process.stdout.read().splitlines() if line.strip()]
-        process.wait()
-        process.stdout.close()
-        tier = open_tier(tmp_path, 1 << 22)
-        for number in written:
-            payload = tier.get(key(number), NUM_BYTES)
-            assert payload is None or payload == payload_of(number)
-            found += payload is not None
-        acknowledged += len(written)
-        assert sum(path.stat().st_size for path in tmp_path.rglob("*.kvseg")) <= 1 << 22
-        tier.close()
-        first = written[-1] + 2
+    dice = random.Random(0)
+    found = acknowledged = first = 0
+    for _ in range(6):
+        some, whole, first = kill_once(tmp_path, first, dice)
+        acknowledged, found = acknowledged + some, found + whole
     assert found >= 0.99 * acknowledged > 0
