@@ -147,7 +147,10 @@ EXTRA |= {
         "": {"text_config": {"rope_parameters": {"full_attention": rope("default")}}}
     },
     "Qwen3VLMoeConfig": {"": {"text_config": {"sliding_window": None}}},
-    "Qwen3OmniMoeThinkerConfig": {"": {"text_config": {"sliding_window": None}}},
+    "Qwen3OmniMoeThinkerConfig": {
+        "": {"text_config": {"sliding_window": None}, "vision_start_token_id": 1}
+        | {"audio_start_token_id": 2}
+    },
     "BailingHybridConfig": {"": {"head_dim": 4}},
     "BambaConfig": {"": {"attn_layer_indices": [1]}},
     "FalconH1Config": {"": {"mamba_d_ssm": 128}},
