@@ -26,6 +26,7 @@ def flags() -> str:
     """Every flag of every command, a section a command and a table a group."""
     commands = [
         importlib.import_module("model.cli.args").run_flags(),
+        importlib.import_module("model.chat").chat_flags(),
         importlib.import_module("model.serve.args").serve_flags(),
         importlib.import_module("model.cluster.args").cluster_flags(),
     ]
