@@ -398,9 +398,12 @@ class EngineCore:
         orders = self._scheduler.advance(step)
         if orders:
             self._runner.copy(orders)
-        self._unread = launched if step.chunks else None
-        if not self._runner.can_defer_read(launched.sampling):
-            outputs = self._read_at_once(launched, outputs)
+        if not self._runner.is_async:
+            outputs = self._accept(launched)
+        else:
+            self._unread = launched if step.chunks else None
+            if not self._runner.can_defer_read(launched.sampling):
+                outputs = self._read_at_once(launched, outputs)
         if self.tiers is not None:
             self.tiers.end_step(step.num_tokens)
         if (
