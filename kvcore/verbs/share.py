@@ -125,8 +125,8 @@ def find_prefix(
         namespace_key: the encoded namespace.
         packed: the tokens.
         items: content that is not tokens.
-        recompute: so many tokens after the prefix must be cached as well, by each group with
-            attention.
+        recompute: the number of tokens after the prefix that each group with attention must have
+            cached as well.
 
     Returns:
         Its length in tokens; for each group the blocks it needs, those that are visible from its

@@ -28,8 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from kvcore.adapters.recurrent import RecurrentPass
-from model.attention.attention import Attending
 from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
 from model.compile.traced_network import Mixing, TracedNetwork
 from model.errors import UnsupportedModelError
@@ -107,24 +105,14 @@ class PiecewiseNetwork(TracedNetwork):
         self._sizes: tuple[int, ...] = FEW_ROWS
         self._settled_sizes = sizes
 
-    def logits(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        rows: Tensor,
-        paged: Attending,
-        states: RecurrentPass | None = None,
-    ) -> Tensor:
-        """See `TracedNetwork.logits`; close to it."""
-        num_tokens = input_ids.shape[1]
+    def _choose(self, num_tokens: int, rows: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
         if num_tokens == 1:
-            return self._plain.logits(input_ids, position_ids, rows, paged, states)
-        count = len(rows)
-        if count < _LEAST:
-            rows = nn.functional.pad(rows, (0, _LEAST - count))
+            return self._plain.module.forward, rows
+        if len(rows) < _LEAST:
+            rows = nn.functional.pad(rows, (0, _LEAST - len(rows)))
         if self._few is not None and num_tokens in self._sizes:
-            return self._few.logits(input_ids, position_ids, rows, paged, states)[:count]
-        return super().logits(input_ids, position_ids, rows, paged, states)[:count]
+            return self._few.module.forward, rows
+        return self._run, rows
 
     @property
     def has_few_row_pieces(self) -> bool:

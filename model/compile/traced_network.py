@@ -129,7 +129,8 @@ class TracedNetwork:
             states: of recurrent layers; None: the tokens are one text, whose state is not kept.
         """
         terms, attend, recurrent = self.terms, paged.attend, self.recurrent
-        num_tokens, num_rows = input_ids.shape[1], rows.shape[0]
+        num_tokens = input_ids.shape[1]
+        run, computed = self._choose(num_tokens, rows)
         passing = RecurrentPass.of_fresh([num_tokens]) if recurrent and states is None else states
 
         def call(layer: int, *given: Tensor) -> Tensor:
@@ -138,7 +139,13 @@ class TracedNetwork:
             query, key, value = given
             return attend(layer, query, key, value, terms[layer])
 
-        return self._run(input_ids, position_ids, rows, num_tokens, num_rows, call)
+        logits = run(input_ids, position_ids, computed, num_tokens, computed.shape[0], call)
+        return logits if computed is rows else logits[: rows.shape[0]]
+
+    def _choose(self, num_tokens: int, rows: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
+        """Return the function that runs for that number of tokens, and its rows. O(1)."""
+        del num_tokens  # one function for all; not so in compiled pieces
+        return self._run, rows
 
 
 def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwork:

@@ -344,7 +344,7 @@ class Scheduler:
                 self.stats.num_draft_tokens += count
 
     def _most_drafts(self, request: Request) -> int:
-        """The most drafts that could all be told; none where the last token is still unread."""
+        """Return how many draft tokens could be accepted; 0 while the last token is unread."""
         if request.is_expecting or not may_have_drafts(request):
             return 0
         most = request.max_total_tokens - request.num_tokens - 1

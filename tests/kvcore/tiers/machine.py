@@ -270,6 +270,8 @@ class TierMachine(RuleBasedStateMachine):
         """Store what is published; on a sound disk every block of a prompt is there then."""
         disk = self.tiers.tiers[-1].tier
         before, is_cached = disk.stats.num_evicted, self.kv.enable_caching
+        while self.stores:
+            self.end_store(0, runs=True)
         while (job := self.tiers.begin_store()) is not None:
             self.stores.append(job)
             while self.stores:
