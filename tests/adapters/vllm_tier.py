@@ -147,7 +147,7 @@ def main():
     made.add_argument("--requests", type=int, default=200)
     made.add_argument("--blocks", type=int, default=70)
     made.add_argument("--blocks-per-chunk", type=int, default=1)
-    made.add_argument("--host-bytes", type=int, default=4 << 20)
+    made.add_argument("--host-bytes", type=int, default=8 << 20)
     made.add_argument("--at-once", type=int, default=20)
     made.add_argument("--capacity", type=int, default=CAPACITY)
     made.add_argument("--network", default="tiny", choices=["tiny", "windows"])
