@@ -114,10 +114,13 @@ class StateMove:
             self.num_new = 0
             self.is_optional = False
 
-    def publish(self, pool: BlockPool) -> None:
-        """Publish the states that are due and not cached yet. All or nothing. O(tokens)."""
+    def publish(self, pool: BlockPool, taken: Container[Block]) -> None:
+        """Publish the states that are due and not cached yet. All or nothing. O(tokens).
+
+        `taken`: the blocks that the step takes; what they have cached is evicted after this.
+        """
         for pieces, num_tokens in self._due:
-            publish_state(pool, self._seq, self._table, pieces, num_tokens)
+            publish_state(pool, self._seq, self._table, pieces, num_tokens, taken)
 
     def apply(self, pool: BlockPool) -> None:
         """Set the fields of the table. Cannot fail."""
@@ -130,17 +133,23 @@ class StateMove:
 
 
 def publish_state(
-    pool: BlockPool, seq: KVSequence, table: StateTable, pieces: list[Block], num_tokens: int
+    pool: BlockPool,
+    seq: KVSequence,
+    table: StateTable,
+    pieces: list[Block],
+    num_tokens: int,
+    taken: Container[Block] = (),
 ) -> None:
     """Let the state after `num_tokens` tokens be found, unless there is one already. O(tokens).
 
-    The tokens are known, and a multiple of the block size. All or nothing.
+    The tokens are known, and a multiple of the block size. One in blocks that are `taken` for
+    something else is there no more. All or nothing.
     """
     size = table.block_size
     key = seq.namespace_key or b""
     contents = block_contents(seq.packed, seq.items, 0, num_tokens // size, size)
     node = pool.trees[table.number].find(key, contents)
-    if node is not None and node.first_copy is not None:
+    if node is not None and node.last_copy is not None and node.last_copy not in taken:
         return
     contents += piece_keys(len(pieces))
     pool.attach(pieces, key, None, contents, table.number)

@@ -518,7 +518,7 @@ class _Change:
                         self.passed.append((table, kept))
         for move in self.states:
             published += move.published
-            move.publish(self.pool)
+            move.publish(self.pool, self.new)
 
     def released(self) -> list[Block]:
         """Return the blocks that tables release, in order. O(blocks)."""

@@ -63,11 +63,6 @@ ASKED = SMALL | {
 }
 
 
-@pytest.fixture(autouse=True)
-def states_are_served(monkeypatch):
-    monkeypatch.setenv(adapter.STATES, "1")
-
-
 @pytest.fixture
 def as_it_was(monkeypatch):
     """What a registration puts into vLLM is taken out again."""
@@ -431,15 +426,6 @@ def test_states_that_are_not_served_are_said(specs, options, why):
     if adapter.minor_version() == "0.22":
         pytest.skip("none are served")
     assert why in adapter.settings_of(**config(*specs) | options)
-
-
-def test_cached_states_are_left_to_vllm_unless_asked_for(monkeypatch):
-    if adapter.minor_version() == "0.22":
-        pytest.skip("none are served")
-    monkeypatch.delenv(adapter.STATES)
-    assert adapter.STATES in adapter.settings_of(**config(FULL, STATE))
-    uncached = config(FULL, STATE) | {"enable_caching": False}
-    assert not isinstance(adapter.settings_of(**uncached), str)
 
 
 @pytest.mark.parametrize("mode", ["align", "none"])

@@ -41,12 +41,6 @@ from kvcore.adapters.vllm.states import StateManager
 VERSIONS: Final[dict[str, type[Manager]]] = {"0.22": Manager022, "0.32": Manager}
 """The minor versions of vLLM that this adapter was tried with, and what serves each."""
 
-STATES: Final = "KVCORE_VLLM_STATES"
-"""The environment variable that, set to 1, has kvcore serve recurrent states with prefix caching.
-
-Their tokens have not been shown to equal those of vLLM's own manager, which change with the size of
-its cache."""
-
 logger = init_logger("vllm.plugins.kvcore")
 
 
@@ -141,9 +135,6 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         and (told["use_eagle"] or has_states),
         "several MTP modules whose last cached block is not computed again": lookahead > 1
         and not told["use_eagle"],
-        f"recurrent states with prefix caching, unless {STATES}=1": has_states
-        and told["enable_caching"]
-        and os.environ.get(STATES) != "1",
         "recurrent states found between the ends of blocks (prefix_match_unit)": has_states
         and told["enable_caching"]
         and told["hash_block_size"] != told["scheduler_block_size"],

@@ -393,16 +393,11 @@ class HybridChecks(RuleBasedStateMachine):
         return due
 
     def check_due(self, entry, due, before):
-        """P24: the states after these positions can be found; a retained one is kept.
-
-        A state that was found before is not published again, even if the same step evicts it.
-        """
+        """P24: the states after these positions can be found; a retained one is kept."""
         states = self.found()[-1] if due else {}
         for length in due:
             key = self.key_of(entry, length)
             if key not in states:
-                if any(block.node is None and block.ref_count for block in before.get(key, ())):
-                    continue
                 raise PropertyError("P24", f"the state after {length} tokens is not found")
             self.retain(entry, key, length, before)
 

@@ -30,6 +30,7 @@ NEAR = {  # the rules that are near a bug; in their order a first one that fits 
     "leak_when_they": (*LIFE, "fail_load", "fail_blocks"),
     "are_dropped": (*LIFE, "decode", "pass_a_boundary", "drop_kept_state"),
     "that_are_bad": ("open", "run", "fork", "fail_blocks"),
+    "are_not_published": (*LIFE, "truncate", "decode"),
     "are_forgotten": ("open", "close", "run_ahead"),
     "are_not_wanted_on_the_grid": LIFE,
     "are_freed": (*LIFE, "pass_a_boundary"),
@@ -255,6 +256,14 @@ wrong(
     'b""',
     "P32",
     "P24",
+)
+wrong(
+    "are_not_published_where_the_step_evicts_them",
+    StateMove.publish,
+    "num_tokens, taken)",
+    "num_tokens)",
+    "P24",
+    layouts=("full and state",),
 )
 wrong(
     "hit_one_block_less",

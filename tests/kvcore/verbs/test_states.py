@@ -86,3 +86,14 @@ def test_a_free_state_that_is_found_makes_room_for_a_later_one():
     while seq.num_computed_tokens < len(tokens):
         kv.reserve(seq, 1)
         kv.commit(seq, 1)
+
+
+def test_a_state_computed_again_is_found_though_the_step_takes_the_blocks_of_the_old_one():
+    kv = manager(num_blocks=5, every=2)
+    kv.close(compute(kv, kv.open([0, 0, 1]), 2))
+    seq = kv.open([0, 0, 1], skip_reading=True)
+    kv.reserve(seq, 2)
+    assert kv.plan([0, 0, 1]).num_cached_tokens == 2
+    kv.step([seq], 2, (), num_known=0, num_reserved=1)
+    assert kv.num_free_blocks == 0
+    assert kv.plan([0, 0, 1]).num_cached_tokens == 2
