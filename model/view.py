@@ -30,8 +30,10 @@ _JSON = "application/json; charset=utf-8"
 class ViewOptions:
     """How a trace is shown."""
 
-    port: int = setting(0, help="port to listen on; 0: any free port", least=0, most=2**16 - 1)
-    browser: bool = setting(True, help="open the page in a browser")
+    port: int = setting(
+        0, help="port to listen on; 0: any free port", least=0, most=2**16 - 1, is_common=True
+    )
+    browser: bool = setting(True, help="open the page in a browser", is_common=True)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -68,9 +68,10 @@ MODEL_LAYERS = (
     ("tiny",),
     ("minimal", "cli"),
     ("llm",),
-    ("run", "page"),
+    ("run", "chat", "page"),
     ("view", "serve"),
     ("cluster",),
+    ("__main__",),
     ("__init__",),
 )
 

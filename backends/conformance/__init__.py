@@ -4,6 +4,7 @@
 was forbidden to touch. A call that raises is a failed check, not a failed run.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -16,18 +17,32 @@ from backends.conformance.states import check_states, state_cases
 from backends.contract import Backend
 from backends.states import StateBackend
 
+_TELL_EVERY_S = 2.0
+
 __all__ = ["AttentionCase", "Finding", "Report", "run"]
 
 
-def run(backend: Backend, *, quick: bool = False, shard: tuple[int, int] = (0, 1)) -> Report:
+def run(
+    backend: Backend,
+    *,
+    quick: bool = False,
+    shard: tuple[int, int] = (0, 1),
+    tell: Callable[[str], None] = lambda _: None,
+) -> Report:
     """Run the whole kit, or the quick part that suits an interpreter.
 
     The whole takes one to two minutes on a CPU backend; nothing of the backend's state is assumed.
     `shard` (i, n) runs every n-th case from the i-th on; the shards together are the kit.
+    `tell` is called with how far it is, at most every two seconds.
     """
     findings: list[Finding] = []
     index, count = shard
-    for check, case, checks in list(_cases(backend, quick=quick))[index::count]:
+    cases = list(_cases(backend, quick=quick))[index::count]
+    told_s = time.monotonic()
+    for number, (check, case, checks) in enumerate(cases):
+        if time.monotonic() - told_s >= _TELL_EVERY_S:
+            tell(f"{number} of {len(cases)} cases; now {check}: {case}")
+            told_s = time.monotonic()
         _collect(findings, check, case, checks)
     return Report(backend.name, str(backend.device), tuple(findings))
 

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from backends import conformance
-from backends.conformance.parallel import run_in_processes
+from backends.conformance.parallel import run_in_processes, tell
 from backends.errors import BackendError
 from backends.registry import get_backend
 
@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         if jobs > 1:
             report = run_in_processes(options.name, quick=options.quick, jobs=jobs)
         else:
-            report = conformance.run(get_backend(options.name), quick=options.quick)
+            backend = get_backend(options.name)
+            report = conformance.run(backend, quick=options.quick, tell=tell)
     except BackendError as error:
         sys.stderr.write(f"{error}\n")
         return 2

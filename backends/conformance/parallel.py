@@ -1,6 +1,7 @@
 """The kit in several processes, each with a share of the cases: where compiling takes longest."""
 
 import multiprocessing
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -27,6 +28,18 @@ def run_in_processes(name: str, *, quick: bool = False, jobs: int) -> Report:
     return Report(reports[0].backend, reports[0].device, findings)
 
 
+def tell(line: str) -> None:
+    """Write a line to stderr at once. O(line)."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 def _run_shard(name: str, quick: bool, jobs: int, index: int) -> Report:  # noqa: FBT001 - mapped
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
-    return conformance.run(get_backend(name), quick=quick, shard=(index, jobs))
+    where = f"process {index + 1} of {jobs}: "
+    return conformance.run(
+        get_backend(name),
+        quick=quick,
+        shard=(index, jobs),
+        tell=lambda line: tell(f"{where}{line}"),
+    )

@@ -24,16 +24,19 @@ class ModelOptions:
         None,
         help="a model folder or a Hugging Face id (default: the tiny model that comes with kvcore)",
         metavar="PATH_OR_ID",
+        is_common=True,
     )
     backend: str = setting(
         "auto",
         help="attention kernels: numba (CPU), triton (GPU), the name of a plug-in, or auto",
         metavar="NAME",
+        is_common=True,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
         help="data type of weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU and "
         "with --verify",
+        is_common=True,
     )
 
     tp: int = setting(
@@ -41,6 +44,7 @@ class ModelOptions:
         help="tensor parallelism: the number of processes; start as many with torchrun",
         least=1,
         most=1024,
+        is_common=True,
     )
     expert_parallel: bool = setting(
         False,
@@ -69,12 +73,15 @@ class ModelOptions:
 class PromptOptions:
     """Where the prompts of a run are."""
 
-    prompt: tuple[str, ...] = setting((), help="prompt to continue; - reads it from stdin")
+    prompt: tuple[str, ...] = setting(
+        (), help="prompt to continue; - reads it from stdin", is_common=True
+    )
     prompts_file: str | None = setting(
         None,
         help="file of prompts; .txt: one on each line; .jsonl: a JSON object on each line, with "
         "prompt and any sampling parameters",
         metavar="PATH",
+        is_common=True,
     )
 
 
@@ -82,7 +89,9 @@ class PromptOptions:
 class SampleOptions:
     """What is said of a prompt beside how its tokens are chosen."""
 
-    n: int = setting(1, help="number of outputs for each prompt", least=1, most=1024)
+    n: int = setting(
+        1, help="number of outputs for each prompt", least=1, most=1024, is_common=True
+    )
     priority: int = setting(
         0,
         help="scheduling priority; lower numbers run first",
@@ -114,9 +123,12 @@ class TraceOptions:
         help="write a trace of all steps to FILE, for ui.perfetto.dev, chrome://tracing or "
         "model.view",
         metavar="FILE",
+        is_common=True,
     )
     stats: bool = setting(
-        False, help="print where the time of the steps went and what the KV cache did"
+        False,
+        help="print where the time of the steps went and what the KV cache did",
+        is_common=True,
     )
 
     def file(self, *inputs: str | None) -> OutputFile | None:
@@ -136,14 +148,32 @@ class TraceOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation in the terminal begins, and what is reported of it."""
+
+    system: str | None = setting(
+        None, help="system message: what the conversation begins with", least=1, is_common=True
+    )
+    report: bool = setting(
+        False, help="print tokens and prefix cache hits after each answer", is_common=True
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
     """What a run prints."""
 
-    stream: bool = setting(False, help="print text as it is generated")
+    stream: bool = setting(False, help="print text as it is generated", is_common=True)
     json: bool = setting(
-        False, help="print one JSON document on stdout and everything else on stderr"
+        False,
+        help="print one JSON document on stdout and everything else on stderr",
+        is_common=True,
     )
     verify: bool = setting(
         False,
         help="compare every token with Transformers' generate, run on each prompt alone",
+        is_common=True,
     )

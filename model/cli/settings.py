@@ -9,7 +9,7 @@ Decides: how a setting becomes a flag. `block_size` is `--block-size`; a setting
 false has `--no-...` too; one that takes several is repeated; the last one counts where a flag that
 takes one value is. Invariants: a value is checked where it is read, so an error names the flag,
 what was wanted and what came; a wrong flag raises, it never exits or prints by itself (`--help`
-alone does).
+and `--help-all` alone do).
 
 argparse reads them, with the short way from a declaration to a flag below. Of the libraries that
 make flags from dataclasses, pydantic-settings takes texts apart at commas, jsonargparse wants a
@@ -106,12 +106,23 @@ class Flags:
         self.prog = prog
         self._parser = _Parser(
             prog=prog,
+            usage=f"{prog} [flags]",
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            add_help=False,
             argument_default=argparse.SUPPRESS,
         )
+        self._rare: list[argparse.Action] = []
+        for names, shown_flags, hidden in (
+            (("-h", "--help"), "common", self._rare),
+            (("--help-all",), "all", []),
+        ):
+            words = f"show {shown_flags} flags and exit"
+            self._parser.add_argument(
+                *names, dest=argparse.SUPPRESS, action=_Help, nargs=0, const=hidden, help=words
+            )
         self._titles: dict[type, str] = {}
         self._defaults: dict[type, dict[str, object]] = {}
 
@@ -135,9 +146,9 @@ class Flags:
             name, text = flag_name(one), words.replace("%", "%%")
             if one.takes is bool:
                 how = argparse.BooleanOptionalAction
-                group.add_argument(name, dest=dest, action=how, help=text)
+                action = group.add_argument(name, dest=dest, action=how, help=text)
             else:
-                group.add_argument(
+                action = group.add_argument(
                     name,
                     dest=dest,
                     action="append" if _is_repeated(one) else "store",
@@ -145,6 +156,8 @@ class Flags:
                     metavar=_metavar(one),
                     help=text,
                 )
+            if not one.is_common:
+                self._rare.append(action)
 
     def parse(self, argv: Sequence[str] | None = None) -> Said:
         """Parse a command line; None: the process's own. O(argv).
@@ -215,6 +228,22 @@ class _Parser(argparse.ArgumentParser):
     def print_help(self, file: _Writable | None = None) -> None:
         """Write the help; unlike the original, an output that cannot be written is an error."""
         (sys.stdout if file is None else file).write(self.format_help())
+
+
+class _Help(argparse.Action):
+    """Shows the flags but those that `const` has, and ends the process."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002
+        values: object,  # noqa: ARG002
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        for rare in self.const:
+            rare.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
 
 
 def _flagged(declared: type["DataclassInstance"]) -> list[Setting]:

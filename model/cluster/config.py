@@ -24,10 +24,17 @@ class ClusterConfig:
     """The number of replicas, and how one of them is chosen for a request."""
 
     replicas: int = setting(
-        2, help="number of replicas; with --max-replicas, the minimum", least=1, most=1024
+        2,
+        help="number of replicas; with --max-replicas, the minimum",
+        least=1,
+        most=1024,
+        is_common=True,
     )
     max_replicas: int | None = setting(
-        None, help="autoscale up to this many replicas (default: --replicas)", least=1
+        None,
+        help="autoscale up to this many replicas (default: --replicas)",
+        least=1,
+        is_common=True,
     )
     waiting_tokens: int = setting(
         4096, help="waiting prompt tokens per replica above which a replica is added",

@@ -44,7 +44,9 @@ class StepLimits:
         least=1,
         most=MAX_STEP_TOKENS,
     )
-    max_num_seqs: int = setting(64, help="largest number of requests that run at once", least=1)
+    max_num_seqs: int = setting(
+        64, help="largest number of requests that run at once", least=1, is_common=True
+    )
     watermark: float = setting(
         0.01,
         help="fraction of the KV blocks that admitting a request must leave free while others run",
@@ -109,6 +111,7 @@ class EngineConfig(StepLimits):
         "1GiB, or half of the free memory if that is less)",
         least=1,
         unit="bytes",
+        is_common=True,
     )
     kv_memory_fraction: float | None = setting(
         None,
@@ -126,6 +129,7 @@ class EngineConfig(StepLimits):
         True,
         help="prefix caching: reuse the blocks of a cached prefix instead of recomputing it",
         flag="prefix-cache",
+        is_common=True,
     )
     kv_dtype: Literal["auto", "fp8"] = setting(
         "auto",
@@ -146,6 +150,7 @@ class EngineConfig(StepLimits):
         least=1,
         unit="bytes",
         flag="host-memory",
+        is_common=True,
     )
     disk: str | None = setting(
         None,
@@ -199,6 +204,7 @@ class EngineConfig(StepLimits):
         "folder or a Hugging Face id; it gets as many KV cache blocks of its own",
         least=1,
         metavar="PATH_OR_ID",
+        is_common=True,
     )
     draft_tokens: int | None = setting(
         None,

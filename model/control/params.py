@@ -36,7 +36,11 @@ class SamplingParams:
     """
 
     max_tokens: int = setting(
-        64, help="largest number of tokens to generate for each prompt", least=1, most=MAX_INT
+        64,
+        help="largest number of tokens to generate for each prompt",
+        least=1,
+        most=MAX_INT,
+        is_common=True,
     )
     temperature: float = setting(
         0.0,
@@ -44,15 +48,21 @@ class SamplingParams:
         "sampling",
         least=0,
         most=1_000_000,
+        is_common=True,
     )
     top_k: int | None = setting(
-        None, help="sample only from this many of the most likely tokens", least=1, most=MAX_INT
+        None,
+        help="sample only from this many of the most likely tokens",
+        least=1,
+        most=MAX_INT,
+        is_common=True,
     )
     top_p: float = setting(
         1.0,
         help="nucleus sampling: sample from the smallest set of tokens with this total probability",
         above=0,
         most=1,
+        is_common=True,
     )
     min_p: float = setting(
         0.0,
@@ -66,6 +76,7 @@ class SamplingParams:
         "ones multiplied",
         least=0.01,
         most=100,
+        is_common=True,
     )
     presence_penalty: float = setting(
         0.0, help="subtracted from the logits of tokens already generated", least=-2, most=2
@@ -87,6 +98,7 @@ class SamplingParams:
         "command line (from 0) uses seed + i, modulo 2**63",
         least=0,
         most=MAX_INT,
+        is_common=True,
     )
     stop_token_ids: tuple[int, ...] = setting(
         (),
@@ -95,7 +107,9 @@ class SamplingParams:
         most=MAX_TOKEN_ID,
         flag="",
     )
-    stop: tuple[str, ...] = setting((), help="stop string: the text ends before it", least=1)
+    stop: tuple[str, ...] = setting(
+        (), help="stop string: the text ends before it", least=1, is_common=True
+    )
     ignore_eos: bool = setting(False, help="continue after the model's end-of-sequence token")
     logprobs: int | None = setting(
         None,

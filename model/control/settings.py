@@ -63,6 +63,7 @@ class Setting:
         flag: its name on a command line, where that is not the field's; "": it is no flag.
         metavar: what stands for its value in a description of the flag; None: N for a number, and
             so on.
+        is_common: whether the short description of a command line (`--help`) has it.
         needs: settings of the same class without which this one does nothing; one of them must be
             given too. `"name"` is given by any value but its default, `"name=value"` by that value.
     """
@@ -79,6 +80,7 @@ class Setting:
     unit: str = ""
     flag: str | None = None
     metavar: str | None = None
+    is_common: bool = False
     needs: tuple[str, ...] = ()
 
     @property
@@ -171,6 +173,7 @@ class _Rules(TypedDict, total=False):
     unit: str
     flag: str
     metavar: str
+    is_common: bool
     needs: tuple[str, ...]
 
 

@@ -20,12 +20,15 @@ _API_KEY = "KVCORE_API_KEY"
 class ServeConfig:
     """How the server listens, checks and limits requests."""
 
-    host: str = setting("127.0.0.1", help="address to listen on", metavar="ADDRESS")
-    port: int = setting(8000, help="port to listen on; 0: any free port", least=0, most=65_535)
+    host: str = setting("127.0.0.1", help="address to listen on", metavar="ADDRESS", is_common=True)
+    port: int = setting(
+        8000, help="port to listen on; 0: any free port", least=0, most=65_535, is_common=True
+    )
     served_model_name: str | None = setting(
         None,
         help="model name in requests and answers (default: the last part of --model)",
         metavar="NAME",
+        is_common=True,
     )
     api_keys: tuple[str, ...] = setting(
         (),
@@ -34,6 +37,7 @@ class ServeConfig:
         least=1,
         flag="api-key",
         metavar="KEY",
+        is_common=True,
     )
     allow_origins: tuple[str, ...] = setting(
         (),

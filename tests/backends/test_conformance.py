@@ -499,3 +499,24 @@ def test_there_are_never_more_processes_than_cores(monkeypatch, capsys):
         command_line.main(["numba", "--jobs", "0"])
     assert ending.value.code == 2
     assert "wanted at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_long_run_says_how_far_it_is(monkeypatch, capsys):
+    told = []
+    shard = (0, 40)
+    conformance.run(HonestBackend(), quick=True, shard=shard, tell=told.append)
+    monkeypatch.setattr(conformance, "_TELL_EVERY_S", 0.0)
+    several = [*told]
+    conformance.run(HonestBackend(), quick=True, shard=shard, tell=several.append)
+    assert len(several) > len(told)
+    count = len(list(conformance._cases(HonestBackend(), quick=True))[::40])
+    assert [line.split(";")[0] for line in several[len(told) :]] == [
+        f"{number} of {count} cases" for number in range(count)
+    ]
+    passed = conformance.Finding("a", "b", passed=True, detail="")
+    monkeypatch.setattr(command_line, "get_backend", lambda _: HonestBackend())
+    monkeypatch.setattr(
+        conformance, "_cases", lambda *_, **__: iter([("a", "b", lambda: [passed])])
+    )
+    assert command_line.main(["numba"]) == 0
+    assert capsys.readouterr().err == "0 of 1 cases; now a: b\n"

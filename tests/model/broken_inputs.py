@@ -410,10 +410,8 @@ CONFIG = (
     ),
     config("rms_norm_eps", "x", "config.json: Field 'rms_norm_eps' expected float, got str"),
     config("eos_token_id", 10**30, "eos_token_id: wanted token ids"),
-    config(
-        "quantization_config", {"quant_method": "x"}, "quantised models are not supported, got 'x'"
-    ),
-    config("quantization_config", 3, "quantised models are not supported, got 3"),
+    config("quantization_config", {"quant_method": "x"}, "quant_method: wanted one of awq, "),
+    config("quantization_config", 3, "quantization_config: wanted an object, got 3"),
 )
 
 FLAGS = (

@@ -1,6 +1,7 @@
 """The tiny checkpoint: it loads anywhere, says true English, and can be made again."""
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from model import LLM, SamplingParams
 from model.tiny import CHECKPOINT_DIR, DEMO_PROMPTS, SHARED_PREFIX, train
 from model.tiny.train import (
     END_OF_TEXT,
@@ -79,6 +81,18 @@ def greedy(network, prompt, num_tokens):
     )
     best = torch.stack(out.logits).topk(2).values
     return out.sequences[0, ids.shape[1] :].tolist(), (best[..., 0] - best[..., 1]).flatten()
+
+
+def test_the_readmes_first_answer_of_the_server_reads_well():
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"v1/completions .* -d '(.*)'", page)
+    asked = json.loads(said)
+    params = SamplingParams(max_tokens=16, repetition_penalty=asked["repetition_penalty"])
+    assert asked["temperature"] == params.temperature
+    (output,) = LLM(str(CHECKPOINT_DIR), num_blocks=20, eager=True).generate(
+        asked["prompt"], params, use_tqdm=False
+    )
+    assert output.outputs[0].text.startswith(" is called once when the file is read and closed.")
 
 
 def test_the_checkpoint_loads_from_another_place_without_a_network(tmp_path, monkeypatch):

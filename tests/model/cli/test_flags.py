@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.chat import chat_flags
 from model.cli.args import run_flags
 from model.cli.settings import Flags
 from model.cluster.args import cluster_flags
@@ -19,7 +20,7 @@ from model.serve.args import serve_flags
 class Example:
     """One of each kind."""
 
-    count: int = setting(3, help="how many", least=-4, most=9)
+    count: int = setting(3, help="how many", least=-4, most=9, is_common=True)
     share: float | None = setting(None, help="50 % of all", above=0, most=1)
     form: Literal["auto", "wide"] = setting("auto", help="how it looks")
     is_wanted: bool = setting(True, help="whether", flag="wanted")
@@ -106,9 +107,29 @@ def test_a_wrong_flag_is_one_line_that_names_it_what_was_wanted_and_what_came(ar
         parse(*argv.split(" "))
 
 
-def test_help_is_what_was_declared(capsys):
+def test_help_has_the_settings_that_are_declared_common(capsys):
     with pytest.raises(SystemExit) as ending:
         parse("--help")
+    assert ending.value.code == 0
+    out = capsys.readouterr().out
+    assert "--count N" in out
+    assert "--help-all" in out
+    assert "--share" not in out
+
+
+@pytest.mark.parametrize("command", [run_flags, serve_flags, cluster_flags, chat_flags])
+def test_a_commands_help_fits_on_a_few_screens(command, capsys):
+    sizes = []
+    for argument in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            command().parse([argument])
+        sizes.append(capsys.readouterr().out.count("\n  --"))
+    assert 4 <= sizes[0] <= 25 < sizes[1]
+
+
+def test_help_is_what_was_declared(capsys):
+    with pytest.raises(SystemExit) as ending:
+        parse("--help-all")
     assert ending.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "--count N how many (default: 5)" in out

@@ -263,10 +263,13 @@ def spawn(*argv, stdin="", stdout=subprocess.PIPE, **environment):
     )
 
 
-def test_help_shows_every_flag_and_exits_with_0():
-    done = spawn("--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--max-num-batched-tokens" in done.stdout
+def test_help_shows_common_flags_and_help_all_every_flag():
+    common, every = spawn("--help"), spawn("--help-all")
+    for done in (common, every):
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "--max-tokens" in done.stdout
+    assert "--max-num-batched-tokens" not in common.stdout
+    assert "--max-num-batched-tokens" in every.stdout
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--nonsense"]])

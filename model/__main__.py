@@ -1,0 +1,46 @@
+"""One way in: `python -m model COMMAND`.
+
+Decides: the names of the commands. Each is a module, which `python -m model.COMMAND` starts too, so
+nothing of a command is loaded before it is chosen.
+
+Does not know: their flags.
+"""
+
+from model.cli.exits import leaves
+
+COMMANDS = {
+    "run": "continue prompts; without any, built-in ones",
+    "chat": "talk to a model in the terminal",
+    "serve": "serve a model to OpenAI's clients",
+    "cluster": "serve it with several replicas",
+    "view": "show a trace of a run in a browser",
+    "minimal": "continue prompts with an engine that fits in one file",
+}
+_HELP = """\
+usage: python -m model COMMAND [flags]
+
+{commands}
+
+python -m model COMMAND --help shows the flags of a command; --version shows the version.
+"""
+
+if __name__ == "__main__":
+    with leaves():
+        import runpy
+        import sys
+
+        from model.errors import UsageError, shown
+
+        command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+        if command == "--version":
+            import kvcore
+
+            print(f"kvcore {kvcore.__version__}")
+        elif command in {"-h", "--help"}:
+            rows = [f"  {name:9}{words}" for name, words in COMMANDS.items()]
+            print(_HELP.format(commands="\n".join(rows)), end="")
+        elif command not in COMMANDS:
+            raise UsageError(f"command: wanted {', '.join(COMMANDS)}, got {shown(command)}")
+        else:
+            del sys.argv[1]
+            runpy.run_module(f"model.{command}", run_name="__main__", alter_sys=True)
