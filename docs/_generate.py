@@ -125,6 +125,16 @@ def architectures() -> str:
     return head + str(walk.tables(walk.stored()))
 
 
+def formats() -> str:
+    """The formats of quantised weights that load."""
+    found = importlib.import_module("model.load.quantised").FORMATS.values()
+    lines = ["| format | packages | stays quantised on |", "|---|---|---|"]
+    for one in found:
+        packages = ", ".join(f"`{name}`" for name in one.packages)
+        lines.append(f"| {one.name} | {packages} | {', '.join(one.stays) or 'dequantised'} |")
+    return "\n".join(lines)
+
+
 def corpus() -> str:
     """The table of real bugs, from the tests."""
     return str(importlib.import_module("tests.kvcore.corpus").page())
@@ -169,6 +179,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "errors.md": errors,
     "bad-input.md": bad_input,
     "architectures.md": architectures,
+    "formats.md": formats,
     "corpus.md": corpus,
     "measured.md": measured,
     "kernels.svg": decode_picture,

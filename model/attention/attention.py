@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 import backends
 from model.attention.latents import absorbed
@@ -92,6 +92,7 @@ _HARMLESS = {
     "output_attentions": "the weights are never returned",
     "output_hidden_states": "irrelevant for attention",
     "output_router_logits": "irrelevant for attention",
+    "logits_to_keep": "the head computes logits after the layers",
 }
 """Keyword arguments that an attention function may pass over, each for its reason."""
 
@@ -174,6 +175,34 @@ def attend(
         query, key, states = (_widened(part, widest) for part in (query, key, states))
     out = paged.attend(layer, query, key, states, terms)
     return out[..., :size].unsqueeze(0), None
+
+
+def logits_of(
+    network: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    rows: Tensor,
+    **passing: object,
+) -> Tensor:
+    """Run a network and return the logits of some rows. One forward pass.
+
+    Args:
+        network: with our attention.
+        input_ids: [1, num_tokens].
+        position_ids: like `input_ids`.
+        rows: [num_sampled], whose logits are wanted.
+        passing: further arguments of the network: `paged`, and its states.
+
+    Returns:
+        [num_sampled, vocab_size].
+    """
+    chooses = "logits_to_keep" in inspect.signature(type(network).forward).parameters
+    choice = {"logits_to_keep": rows} if chooses else {}
+    output = network(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, **choice, **passing
+    )
+    logits: Tensor = output.logits[0]
+    return logits if chooses else logits[rows]
 
 
 def follow_layers(network: nn.Module) -> None:

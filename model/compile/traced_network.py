@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 import backends
 from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
-from model.attention.attention import Attending
+from model.attention.attention import Attending, logits_of
 from model.errors import UnsupportedModelError
 
 _SIZES = (1_299_709, 1_299_689)  # tokens and rows of the trace
@@ -469,16 +469,8 @@ def _logits(
     paged: object,
     states: RecurrentPass | None,
 ) -> Tensor:
-    output = network(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        use_cache=False,
-        logits_to_keep=rows,
-        paged=paged,
-        **({} if states is None else {cache_argument(network): states}),
-    )
-    logits: Tensor = output.logits[0]
-    return logits
+    named = {} if states is None else {cache_argument(network): states}
+    return logits_of(network, input_ids, position_ids, rows, paged=paged, **named)
 
 
 class Mixing:

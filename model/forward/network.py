@@ -18,7 +18,7 @@ from torch import Tensor
 
 import backends
 from kvcore.adapters.recurrent import RecurrentPass, Run, StateStep, cache_argument
-from model.attention.attention import PagedPass
+from model.attention.attention import PagedPass, logits_of
 from model.attention.batch import StepTensors
 from model.attention.latents import absorb
 from model.attention.rope import rope_switch
@@ -304,16 +304,14 @@ class PagedNetwork:
                     step.input_ids, step.position_ids, step.logit_rows, paged, states
                 )
             with nullcontext() if self.rope is None else self.rope.choosing(step.is_long):
-                output = self._network(
-                    input_ids=step.input_ids,
-                    position_ids=step.position_ids,
-                    use_cache=False,
-                    logits_to_keep=step.logit_rows,
+                return logits_of(
+                    self._network,
+                    step.input_ids,
+                    step.position_ids,
+                    step.logit_rows,
                     paged=paged,
                     **self._named(states),
                 )
-        logits: Tensor = output.logits[0]
-        return logits
 
     def _states_of(self, step: StepTensors) -> RecurrentPass | None:
         """The states that a step reads and writes; None: the network has none."""

@@ -15,12 +15,15 @@ Does not know: where a model comes from, backends, caches, requests.
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -45,6 +48,38 @@ _KINDS = (  # a part of the name of a layer's type or class, and what it is
 )
 
 
+def auto_class(
+    config: PreTrainedConfig,
+) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """Transformers' auto class that makes the network of a configuration. O(1).
+
+    A class that reads images beside text counts as a decoder of text: where there are both, the
+    configuration's `architectures` decides, and else the one for text alone is taken.
+    """
+    named = (config.architectures or [""])[0]
+    pairs = (
+        (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+    )
+    found = [(_mapped(mapping, config), auto) for mapping, auto in pairs]
+    known = [(name, auto) for name, auto in found if name is not None]
+    return next(
+        (auto for kind, auto in known if kind.__name__ == named),
+        known[0][1] if known else AutoModelForCausalLM,
+    )
+
+
+def _mapped(mapping: Mapping[Any, Any], config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    found = mapping.get(type(config), None)
+    kind: type[PreTrainedModel] | None = found[0] if isinstance(found, tuple) else found
+    return kind
+
+
+def _network_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that `auto_class` makes; None: Transformers has none."""
+    return _mapped(auto_class(config)._model_mapping, config)  # noqa: SLF001
+
+
 def check_architecture(
     config: PreTrainedConfig, network_type: type[PreTrainedModel] | None = None
 ) -> None:
@@ -60,8 +95,7 @@ def check_architecture(
         UnsupportedModelError: with the architecture's name and the reason.
     """
     if network_type is None:
-        mapped = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        network_type = mapped[0] if isinstance(mapped, tuple) else mapped
+        network_type = _network_class(config)
     own_name = getattr(network_type, "__name__", type(config).__name__)
     architecture = (config.architectures or [own_name])[0]
     if config.is_encoder_decoder:
@@ -193,7 +227,7 @@ def _network_without_weights(
         attention: the implementation that its layers call; None: Transformers' choice.
     """
     with torch.device("meta"):
-        network: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        network: PreTrainedModel = auto_class(config).from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention
         )
     network.train(mode=False)

@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -32,7 +32,6 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -47,7 +46,7 @@ from model.errors import (
     UnsupportedModelError,
     shown,
 )
-from model.load.architectures import check_architecture, check_layers
+from model.load.architectures import auto_class, check_architecture, check_layers
 from model.load.checkpoint import (
     StoredTensor,
     check_files,
@@ -57,6 +56,7 @@ from model.load.checkpoint import (
     read_object,
     reason,
 )
+from model.load.quantised import Format, check_scales, choose_dequantised, find_format, finish
 from model.load.text import Step, TextStream
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks
@@ -279,15 +279,20 @@ def load_model(
     source = _resolve(name)
     config = _load_config(source)
     check_architecture(config)
-    stored, shapes = _check_network(source, config)
+    found = find_format(f"model: {name!r}", config, is_gguf=source.gguf is not None)
+    if found is not None and device.type in found.stays and ranks is not None:
+        raise UnsupportedModelError(
+            f"tp: wanted weights that can be cut for ranks, those of {name!r} stay in {found.name}"
+        )
+    stored, shapes = _check_network(source, config, found)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if ranks is None:
-        network = _load_network(source, config, dtype, stored, shapes)
+        network = _load_network(source, config, dtype, device, stored, shapes, found)
     else:
         sums = Sums(dtype, device, ranks)  # all ranks at once, so before they take turns
         ranks.wait_turn()
-        network = _load_network(source, config, dtype, stored, shapes)
+        network = _load_network(source, config, dtype, device, stored, shapes, found)
         shard_network(network, ranks, sums)
     nn.Module.to(network, device)
     if ranks is not None:
@@ -375,14 +380,27 @@ def _max_positions(config: PreTrainedConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a model is: a folder or an id; `is_local`: the hub must not be asked."""
+    """Where a model is: a folder or an id.
+
+    Attributes:
+        name: the folder or the id.
+        is_local: the hub must not be asked.
+        gguf: the file in the folder that holds everything, if it is one in GGUF.
+    """
 
     name: str
     is_local: bool
+    gguf: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Transformers' classes need to know to read from here."""
+        found: dict[str, Any] = {"local_files_only": self.is_local}
+        return found if self.gguf is None else found | {"gguf_file": self.gguf}
 
     @property
     def is_folder(self) -> bool:
-        return Path(self.name).is_dir()
+        return self.gguf is None and Path(self.name).is_dir()
 
     def path(self, file: str) -> Path:
         return Path(self.name) / file
@@ -403,11 +421,13 @@ def _resolve(name: str) -> _Source:
     if is_folder:
         config = path / "config.json"
         if not config.is_file():
-            there = "is not a file" if os.path.lexists(config) else "is missing: this is no model"
+            there = "is not a file" if os.path.lexists(config) else _what_is_missing(path)
             raise ModelNotFoundError(f"model: {config} {there}")
         return _Source(str(path), is_local=True)
+    if is_other and path.suffix == ".gguf":
+        return _Source(str(path.parent), is_local=True, gguf=path.name)
     if is_other:
-        raise ModelNotFoundError(f"model: wanted a folder, {name!r} is a file")
+        raise ModelNotFoundError(f"model: wanted a folder or a .gguf file, got the file {name!r}")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
             f"model: there is no folder {name!r}, and an id on the hub has the form owner/name"
@@ -419,6 +439,19 @@ def _resolve(name: str) -> _Source:
             f"and {constants.ENDPOINT} cannot be reached: {silence}"
         )
     return _Source(name, is_local=bool(silence))
+
+
+def _what_is_missing(folder: Path) -> str:
+    """What a folder without config.json is, in words, and what to do."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "is missing: this folder holds a LoRA adapter, not a model. Merge it into its base "
+            "model (merge_and_unload of the package peft) and give the folder of the result"
+        )
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if files:
+        return f"is missing: the folder holds {files[0]}, give that file: {folder / files[0]}"
+    return "is missing: this is no model"
 
 
 def _why_unreachable(endpoint: str) -> str:
@@ -453,9 +486,14 @@ def _load_config(source: _Source) -> PreTrainedConfig:
         _check_fields(path, content)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            source.name, trust_remote_code=False, local_files_only=source.is_local
+            source.name, trust_remote_code=False, **source.options
         )
     except Exception as error:
+        if source.gguf is not None:
+            raise ModelNotFoundError(
+                f"model: {source.path(source.gguf)}: Transformers cannot read this GGUF file: "
+                f"{reason(error)}"
+            ) from error
         if source.is_folder:
             field = ""
             if not isinstance(error, StrictDataclassError):  # it names its field
@@ -479,21 +517,26 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
             f"model: {path}: model_type: wanted the name of one, got {shown(kind)}"
         )
     if kind not in CONFIG_MAPPING:
+        code = ". The checkpoint brings code of its own, which is never run here"
         raise UnsupportedModelError(
-            f"model: {path}: model_type: Transformers {transformers_version} knows no {shown(kind)}"
+            f"model: {path}: model_type: Transformers {transformers_version} knows no "
+            f"{shown(kind)}{code if 'auto_map' in content else ''}"
+        )
+    settings = content.get("quantization_config", {})
+    if not isinstance(settings, dict):
+        raise ModelNotFoundError(
+            f"model: {path}: quantization_config: wanted an object, got {shown(settings)}"
+        )
+    if "quantization" in content and "quantization_config" not in content:
+        raise UnsupportedModelError(
+            f"model: {path}: quantization: these are weights for Apple's MLX, which nothing here "
+            f"reads. Give the checkpoint that they were made from"
         )
     names = content.get("architectures")
     if names is not None and not (
         isinstance(names, list) and all(isinstance(name, str) for name in names)
     ):
         raise ModelNotFoundError(f"model: {path}: architectures: wanted names, got {shown(names)}")
-    quantised = content.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise UnsupportedModelError(
-            f"model: {path}: quantization_config: quantised models are not supported, got "
-            f"{shown(method)}"
-        )
     for name, value in content.items():  # each layer is an object, even without weights
         if _LAYERS.search(name) and isinstance(value, int) and value > _MAX_LAYERS:
             raise ModelNotFoundError(
@@ -508,7 +551,7 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _check_network(
-    source: _Source, config: PreTrainedConfig
+    source: _Source, config: PreTrainedConfig, found: Format | None
 ) -> tuple[Mapping[str, StoredTensor], list[str]]:
     """Refuse what cannot run, or does not match its files, before memory is allocated.
 
@@ -529,6 +572,9 @@ def _check_network(
     if not source.is_folder:
         return {}, []
     stored = check_files(Path(source.name))
+    if found is not None:  # its package knows names and shapes
+        check_scales(path, stored)
+        return {}, []
     return stored, check_stored(path, stored, network)
 
 
@@ -564,24 +610,28 @@ def _load_network(
     source: _Source,
     config: PreTrainedConfig,
     dtype: torch.dtype,
+    device: torch.device,
     stored: Mapping[str, StoredTensor],
     shapes: Sequence[str],
+    found: Format | None,
 ) -> PreTrainedModel:
+    settings = {} if found is None else choose_dequantised(config, found)
     try:
-        loaded: tuple[PreTrainedModel, _LoadingInfo] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
+        loaded: tuple[PreTrainedModel, _LoadingInfo] = auto_class(config).from_pretrained(  # type: ignore[assignment]
             source.name,
             config=config,
             dtype=dtype,
-            local_files_only=source.is_local,
             ignore_mismatched_sizes=True,  # reported, and refused below
             output_loading_info=True,
+            **settings,
+            **source.options,
         )
     except Exception as error:  # any error of Transformers
         why = "; ".join(shapes[:_NAMED_SHAPES]) or reason(error)
         raise ModelNotFoundError(f"model: {source.name!r} does not load: {why}") from error
     network, info = loaded
     check_loaded(source.name, info, stored)
-    return network
+    return network if found is None else finish(network, found, dtype, device)
 
 
 def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
@@ -589,7 +639,7 @@ def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
     try:
         with _NO_PANIC:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                source.name, local_files_only=source.is_local
+                source.name, **source.options
             )
         codec = _HuggingFaceCodec(tokenizer, max_positions)
         tokens = codec.encode(_SAMPLE_TEXT)

@@ -410,10 +410,8 @@ CONFIG = (
     ),
     config("rms_norm_eps", "x", "config.json: Field 'rms_norm_eps' expected float, got str"),
     config("eos_token_id", 10**30, "eos_token_id: wanted token ids"),
-    config(
-        "quantization_config", {"quant_method": "x"}, "quantised models are not supported, got 'x'"
-    ),
-    config("quantization_config", 3, "quantised models are not supported, got 3"),
+    config("quantization_config", {"quant_method": "x"}, "quant_method: wanted one of awq, "),
+    config("quantization_config", 3, "quantization_config: wanted an object, got 3"),
 )
 
 FLAGS = (
@@ -441,6 +439,17 @@ FLAGS = (
     Broken("--num-blocks 1", "--num-blocks: wanted an integer from 2", argv=("--num-blocks", "1")),
     Broken(
         "more blocks than memory", "blocks of 4 tokens take", argv=("--num-blocks", "2147483647")
+    ),
+    Broken(
+        "--disk below a file",
+        "--disk: /dev/null/kv/kvcore-tier cannot be used: Not a directory",
+        argv=("--disk", "/dev/null/kv"),
+    ),
+    Broken("--disk-size alone", "has no effect without --disk", argv=("--disk-size", "1G")),
+    Broken(
+        "--host-memory 0",
+        "--host-memory: wanted an integer of at least 1",
+        argv=("--host-memory", "0"),
     ),
     Broken("--block-size 0", "--block-size: wanted an integer from 1", argv=("--block-size", "0")),
     Broken(

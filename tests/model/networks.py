@@ -142,7 +142,7 @@ def greedy_logits(
 ) -> tuple[list[int], torch.Tensor]:
     """`generate`'s greedy tokens, and their logits: [num_tokens, vocab_size]."""
     network = model.network
-    current = network.config._attn_implementation
+    current = network.config.get_text_config()._attn_implementation
     network.set_attn_implementation(model.dense_implementation)
     output = network.generate(
         input_ids=torch.tensor([list(prompt)], device=network.device),

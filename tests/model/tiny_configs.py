@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+)
+
+from model.load.architectures import auto_class
 
 WINDOW = 7
 CHUNK = 8
@@ -50,6 +56,10 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size"), WINDOW),
     **dict.fromkeys(("attention_window_size",), WINDOW),
     "attention_chunk_size": CHUNK,
+    "depth": 2,
+    **dict.fromkeys(("moe_hidden_size", "out_hidden_size", "text_hidden_size"), 64),
+    **dict.fromkeys(("projector_hidden_size", "vision_hidden_size"), 64),
+    "moe_shared_expert_intermediate_size": 32,
     "hidden_size_per_layer_input": 16,
     "linear_num_key_heads": 2,
     "zero_expert_num": 1,
@@ -106,7 +116,41 @@ _HYBRID = ["full_attention", "sliding_attention"]
 _SHARED = {"num_kv_shared_layers": 2, "layer_types": 2 * _HYBRID, "num_hidden_layers": 4}
 _LINEAR = ["linear_attention", "full_attention"]
 
+
+def _mrope(*sections: int, **others: Any) -> dict[str, Any]:
+    """A text part whose rotary factors take time, height and width from sections of a head."""
+    found = rope("default") | {"mrope_section": list(sections)} | others
+    return {"": {"text_config": {"rope_parameters": found}}}
+
+
 EXTRA |= {
+    **dict.fromkeys(
+        (
+            *("Qwen2VLConfig", "Qwen2_5_VLConfig", "PaddleOCRVLConfig", "Glm4vConfig"),
+            *("Glm46VConfig", "GlmOcrConfig", "GlmgaConfig"),
+        ),
+        _mrope(2, 3, 3),
+    ),
+    "Cosmos3EdgeConfig": _mrope(2, 3, 3),
+    "Granite4VisionConfig": {"": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}},
+    "Molmo2Config": {"": {"adapter_config": {"vision_feature_layer": [1, 0]}}},
+    "MuseSparkConfig": {"": {"audio_config": {"num_hidden_layers": 4}}},
+    "NemotronH_Omni_Reasoning_V3_Config": {"": {"vision_config": {"video_temporal_patch_size": 2}}},
+    "Qwen2_5OmniThinkerConfig": {
+        "": _mrope(2, 3, 3)[""] | {"vision_start_token_id": 1, "audio_start_token_id": 2},
+    },
+    "Ernie4_5_VLMoeConfig": _mrope(3, 3, 2),
+    "Glm4vMoeConfig": _mrope(1, 1, 2, partial_rotary_factor=0.5),
+    "HunYuanVLConfig": _mrope(2, 2, 2, 2),
+    "ChameleonConfig": {"": {"vocabulary_map": {"<image>": 4}}},
+    "CohereCompassConfig": {
+        "": {"text_config": {"rope_parameters": {"full_attention": rope("default")}}}
+    },
+    "Qwen3VLMoeConfig": {"": {"text_config": {"sliding_window": None}}},
+    "Qwen3OmniMoeThinkerConfig": {
+        "": {"text_config": {"sliding_window": None}, "vision_start_token_id": 1}
+        | {"audio_start_token_id": 2}
+    },
     "BailingHybridConfig": {"": {"head_dim": 4}},
     "BambaConfig": {"": {"attn_layer_indices": [1]}},
     "FalconH1Config": {"": {"mamba_d_ssm": 128}},
@@ -242,7 +286,8 @@ def _derived(config: PreTrainedConfig) -> set[str]:
 @functools.cache
 def config_classes() -> dict[str, type[PreTrainedConfig]]:
     """Every configuration that has a decoder, by name."""
-    return {kind.__name__: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING.keys()}  # noqa: SIM118
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    return {kind.__name__: kind for mapping in mappings for kind in mapping.keys()}  # noqa: SIM118
 
 
 def cases() -> list[tuple[str, str]]:
@@ -291,9 +336,11 @@ def lowered(config: PreTrainedConfig) -> PreTrainedConfig | None:
 def _integers(fields: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Where an integer stands that may be a threshold."""
     for name, value in fields.items():
-        if isinstance(value, dict) and name not in ("vision_config", "audio_config", "vq_config"):
+        if not isinstance(name, str) or re.search("vision|image|audio|video|vq_|token", name):
+            continue
+        if isinstance(value, dict):
             yield from _integers(value)
-        elif type(value) is int and value > LOW and name not in _SIZES and "token" not in name:
+        elif type(value) is int and value > LOW and name not in _SIZES:
             yield fields, name
 
 
@@ -301,9 +348,7 @@ def _shapes(fields: dict[str, Any], config: PreTrainedConfig) -> object:
     """The shapes of a network's weights; None: there is no such network."""
     try:
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(
-                type(config).from_dict(copy.deepcopy(fields))
-            )
+            network = auto_class(config).from_config(type(config).from_dict(copy.deepcopy(fields)))
     except Exception:  # noqa: BLE001  # whatever the class makes of it
         return None
     return {name: weight.shape for name, weight in network.state_dict().items()}

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import backends
 from model import EngineConfig, ModelError, SamplingParams
 from model.engine import Engine
-from model.load.architectures import check_architecture, check_layers
+from model.load.architectures import auto_class, check_architecture, check_layers
 from model.load.loader import LoadedModel, wrap_network
 from tests.model.networks import ByteCodec, KnowingDrafter, greedy_logits, preempt_in_steps
 from tests.model.prompts import NUM_SHARED, NUM_TOKENS, prompts
@@ -135,7 +134,7 @@ def run(engine: Engine) -> tuple[list[list[int]], list[list[float]]]:
 def build_network(config: Any, seed: int) -> LoadedModel:
     """A random network in float32."""
     torch.manual_seed(seed)
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    network = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if name.endswith("sinks"):  # they begin at nothing that shows

@@ -3,20 +3,21 @@
 It checks itself after steps and when it is idle; `world.py` has the rules of a whole run.
 """
 
+import asyncio
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
 from kvcore import InvariantError, KVCacheManager, wire
 from kvcore.inspect.invariants import check
-from model.async_engine import AsyncEngine, EngineState
+from model.async_engine import AsyncEngine, EngineState, NotServingError
 from model.control.config import SchedulerConfig
 from model.control.drafts import NgramDrafts
 from model.control.scheduler import Scheduler
+from model.control.tier_transfers import TierTransfers
 from model.engine_core import EngineCore
-from model.serve.app import create_app
-from model.serve.config import ServeConfig
 from model.twins import TwinCore
 from tests.simulation.device import (
     VOCABULARY,
@@ -27,11 +28,14 @@ from tests.simulation.device import (
     ViolationError,
     make_kv,
 )
+from tests.simulation.http import serve
 from tests.simulation.loop import SimulatedHost
 from tests.simulation.ranks import make_groups
+from tests.simulation.tiers import make_tiers
 
-_CHECK_CHANCE = 0.03
+_CHECK_CHANCE = 0.01  # of a step; a run that fails is repeated with all of them checked
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
+_MOST_BUSY = 600  # the same while tiers have blocks: a store may hang for a second
 _MOST_STILL = 6  # steps in which the first in order may stand still, copies and reads included
 PATIENCE_S = 0.02  # as _MOST_ABSENT
 
@@ -40,14 +44,18 @@ PATIENCE_S = 0.02  # as _MOST_ABSENT
 class Faults:
     """What goes wrong in the device: at which of its steps and draws."""
 
-    steps: frozenset = frozenset()
-    logits: frozenset = frozenset()
+    step: frozenset
+    read: frozenset
+    logits: frozenset
     num_steps: int = 0
     num_draws: int = 0
 
     def step_fails(self):
         self.num_steps += 1
-        return self.num_steps - 1 in self.steps
+        return self.num_steps - 1 in self.step
+
+    def read_fails(self):
+        return self.num_steps - 1 in self.read
 
     def logits_fail(self):
         self.num_draws += 1
@@ -83,13 +91,15 @@ class Order:
         self._waited, self._ran = frozenset(), frozenset()
         self._first, self._num_still = None, 0
 
-    def check(self, running, waiting, *, is_whole):
+    def check(self, running, waiting, *, is_whole, loading=(), is_busy=False):
         """After a step; `is_whole`: the queues too, and not only what has changed.
+
+        Those that are loading wait for their KV: others overtake them.
 
         Raises:
             ViolationError: something is out of its order, or the first stands still.
         """
-        waits = [request for request in waiting if request.leader is None]
+        waits = [r for r in waiting if r.leader is None and r not in loading]
         for request in running:
             if waits and request not in self._ran and request.leader is None:
                 before = next((w for w in waits if w in self._waited), None)
@@ -101,7 +111,7 @@ class Order:
             first.num_preemptions, first.is_expecting,
         )  # fmt: skip
         self._num_still = self._num_still + 1 if first and state == self._first else 0
-        if self._num_still > _MOST_STILL:
+        if self._num_still > (_MOST_BUSY if is_busy else _MOST_STILL):
             raise ViolationError(f"order: {first!r} is the first, and stands still")
         self._first, self._waited, self._ran = state, frozenset(waits), frozenset(running)
         for queue in (running, waiting) if is_whole else ():
@@ -128,7 +138,7 @@ class Replica:
         self.run, self.name, self.address = run, name, address
         self.features = features = run.plan.features
         self.host = SimulatedHost(run.loop)
-        self.attempts = set()  # tasks of clients that it works for
+        self.attempts = {}  # tasks of clients that it works for, in their order
         self.is_over = False
         self._network = network
         self._absent = {}  # requests that no client reads: for how many steps
@@ -150,7 +160,7 @@ class Replica:
         )  # fmt: skip
         self.app = None
         if features.speaks_http:
-            self.app = create_app(self.engine, ServeConfig(), has_page=False)
+            self.app = serve(self.engine, len(run.replicas))
 
     def _announce(self, engine, wake):
         features = self.features
@@ -164,13 +174,13 @@ class Replica:
     def _make_core(self, group):
         """The engine of a rank; of the only one if there is no group."""
         features, bug = self.features, self.run.bug
-        of = {
+        faults = Faults(**{
             kind: frozenset(int(f.at) for f in self.run.plan.faults if f.kind == kind)
-            for kind in ("step", "logits")
-        }
+            for kind in ("step", "read", "logits")
+        })  # fmt: skip
         kv = make_kv(features, bug.get("kv", KVCacheManager))
-        is_async = features.is_async and not features.drafts
-        device = Device(self.host, kv, Faults(of["step"], of["logits"]), is_async=is_async)
+        most_deferred = 0 if features.drafts else features.most_deferred
+        device = Device(self.host, kv, faults, most_deferred)
         self.pools.append(kv)
         self.devices.append(device)
         config = SchedulerConfig(
@@ -181,10 +191,11 @@ class Replica:
             num_host_blocks=features.num_host_blocks,
             draft_tokens=3,
         )
+        tiers = make_tiers(self.run.plan, self.host, kv, device, bug.get("tiers", TierTransfers))
         plans = bug.get("scheduler", Scheduler)(
-            kv, config, NgramDrafts() if features.drafts else None
+            kv, config, NgramDrafts() if features.drafts else None, tiers
         )
-        made = Texts(), kv, plans, device, NoGrammars(), VOCABULARY
+        made = Texts(), kv, plans, device, NoGrammars(), VOCABULARY, tiers
         if group is None:
             return type("Core", (Checked, bug.get("core", EngineCore)), {})(*made)
         twin = type("Twin", (Checked, bug.get("twin", TwinCore), EngineCore), {})
@@ -215,8 +226,16 @@ class Replica:
         limit = self.core.max_num_seqs + self.features.max_waiting
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
-        is_checked = self._checks.random() < _CHECK_CHANCE
-        self._order.check(self.core.running, self.core.waiting, is_whole=is_checked)
+        is_checked = self.run.checks_all or self._checks.random() < _CHECK_CHANCE
+        tiers = self.core.tiers
+        loading, is_busy = ((), False) if tiers is None else (tiers.requests, tiers.is_busy)
+        self._order.check(
+            self.core.running,
+            self.core.waiting,
+            is_whole=is_checked,
+            loading=loading,
+            is_busy=is_busy,
+        )
         if is_checked:
             self.check_pools()
             if self._network is None:
@@ -239,7 +258,10 @@ class Replica:
         """
         if not self.is_over and self.engine.health.state is not EngineState.STOPPED:
             await idle(self)
-            await self.engine.call(lambda engine: None)
+            with suppress(*([] if self.core.tiers is None else [NotServingError])):
+                await self.engine.call(lambda engine: None)  # else a fault is ending it just now
+            while self.core.tiers is not None and self.core.tiers.is_busy:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
             self._check_nothing_kept()
         if self.engine.health.state is EngineState.RECOVERING:
             raise ViolationError("the engine computes, and takes no requests")

@@ -46,6 +46,8 @@ class ReportedLength:
     def __init__(self, length: int | Tensor) -> None:
         self._length = length
 
+    is_initialized = True  # as a cache that has seen a text
+
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         """The number of tokens before this pass. O(1)."""
         del layer_idx

@@ -1,0 +1,143 @@
+"""Published formats of quantised weights: what is read and written, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import backends
+from model import EngineConfig, ModelError, SamplingParams
+from model.engine import Engine
+from model.load import quantised
+from model.load.loader import load_model
+from model.tiny import CHECKPOINT_DIR
+from tests.model.load.quantised_checkpoints import KINDS, write
+from tests.model.networks import greedy_logits
+
+PROMPTS = ("A tuple is", "The method returns the index of", "A list")
+BOUNDS = {  # of the error of a weight, relative to the largest of its matrix
+    "FP8 blocks": 0.04,
+    "bitsandbytes nf4": 0.16,
+    "bitsandbytes int8": 0.005,
+    "compressed-tensors w8a8": 0.005,
+    "compressed-tensors w4a16": 0.08,
+    "compressed-tensors fp8": 0.04,
+    "compressed-tensors nvfp4": 0.18,
+}
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
+
+
+def packages_of(kind):
+    method = kind.split()[0].lower()
+    name = {"bitsandbytes": kind if "int8" in kind else "bitsandbytes"}.get(method, method)
+    return quantised.FORMATS[name].packages
+
+
+def written(folder, kind):
+    for package in packages_of(kind):
+        pytest.importorskip(package.replace("-", "_"))
+    return write(folder / "checkpoint", kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_read_and_the_engine_writes_what_generate_writes(tmp_path, kind):
+    model = load_model(str(written(tmp_path, kind)), CPU)
+    prompts = [model.codec.encode(text) for text in PROMPTS]
+    wanted = [greedy_logits(model, prompt, 12)[0] for prompt in prompts]
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
+    for sizes in ({}, {"max_num_batched_tokens": 5, "num_blocks": 12}):
+        engine = Engine(model, backends.get_backend("numba"), EngineConfig(block_size=4, **sizes))
+        done = engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+        assert [one.request.output_tokens for one in done] == wanted
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_the_weights_are_near_those_that_were_quantised(tmp_path, kind):
+    network = load_model(str(written(tmp_path, kind)), CPU).network
+    original = load_file(CHECKPOINT_DIR / "model.safetensors")
+    found = network.state_dict()
+    for name, weight in original.items():
+        error = (found[name] - weight.float()).abs().max() / weight.abs().max()
+        assert found[name].dtype == torch.float32
+        assert error < (BOUNDS[kind] if weight.ndim == 2 else 1e-6), name
+
+
+def changed(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def refusal(path):
+    with pytest.raises(ModelError) as caught:
+        load_model(str(path), CPU)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+    folder = written(tmp_path, "FP8 blocks")
+    monkeypatch.setattr(quantised, "find_spec", lambda name: None)
+    assert "in FP8 in blocks (DeepSeek V3, Qwen3)" in refusal(folder)
+    assert refusal(folder).endswith("pip install accelerate")
+
+
+def test_a_format_that_contradicts_its_tensors_is_refused(tmp_path):
+    folder = written(tmp_path, "FP8 blocks")
+    changed(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
+    refusal(folder)
+
+
+SCALED = {
+    "FP8 blocks": "_scale_inv",
+    "MXFP4": "_scales",
+    "bitsandbytes nf4": ".absmax",
+    "bitsandbytes int8": ".SCB",
+    "compressed-tensors w4a16": ".weight_scale",
+}
+
+
+@pytest.mark.parametrize(("kind", "end"), SCALED.items())
+def test_scales_that_are_missing_are_an_error(tmp_path, kind, end):
+    folder = written(tmp_path, kind)
+    tensors = load_file(folder / "model.safetensors")
+    lost = next(name for name in tensors if name.endswith(end))
+    del tensors[lost]
+    save_file(tensors, folder / "model.safetensors")
+    assert lost in refusal(folder)
+
+
+def test_an_adapter_is_told_from_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "a LoRA adapter, not a model" in refusal(tmp_path)
+
+
+def test_a_folder_with_a_gguf_file_names_it(tmp_path):
+    (tmp_path / "x-Q4_K_M.gguf").write_bytes(b"GGUF")
+    assert str(tmp_path / "x-Q4_K_M.gguf") in refusal(tmp_path)
+
+
+def test_a_broken_gguf_file_is_an_error_in_a_line(tmp_path):
+    path = written(tmp_path, "GGUF Q8_0")
+    whole = path.read_bytes()
+    for size in (0, 4, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert str(path) in refusal(path) or "does not load" in refusal(path)
+
+
+def test_weights_for_mlx_are_refused_with_what_to_do(tmp_path):
+    folder = Path(written(tmp_path, "FP8 blocks"))
+    content = json.loads((folder / "config.json").read_text())
+    del content["quantization_config"]
+    content["quantization"] = {"group_size": 64, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert "MLX" in refusal(folder)
+
+
+def test_code_of_a_checkpoint_is_not_run_and_the_error_says_so(tmp_path):
+    folder = written(tmp_path, "FP8 blocks")
+    changed(folder, model_type="private", auto_map={"AutoConfig": "configuration.Private"})
+    assert "code of its own, which is never run" in refusal(folder)
