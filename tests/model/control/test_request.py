@@ -39,7 +39,7 @@ def drawn(request, token):
         ("temperature", math.inf),
         ("temperature", 10**400),
         ("temperature", "1"),
-        ("top_k", 0),
+        ("top_k", -2),
         ("top_p", 0),
         ("top_p", 1.5),
         ("seed", -1),
