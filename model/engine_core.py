@@ -48,9 +48,11 @@ class Output:
         request: whose; its status and finish reason are up to date.
         token_ids: the tokens that were drawn, in their order; none: its logits were no numbers, and
             it ended by that.
+        chances: the log-probability of each token, and the most likely tokens with theirs; empty
+            unless the request asks.
     """
 
-    __slots__ = ("_chances", "_stream", "request", "token_ids")
+    __slots__ = ("_stream", "chances", "request", "token_ids")
 
     def __init__(
         self,
@@ -62,15 +64,20 @@ class Output:
         self.request = request
         self.token_ids = token_ids
         self._stream = stream
-        self._chances = chances
+        self.chances = chances
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
         """The tokens, with how likely they were if their request asks. O(tokens)."""
-        if not self._chances:
+        if not self.chances:
             return tuple(map(SampledToken, self.token_ids))
-        pairs = zip(self.token_ids, self._chances, strict=False)
+        pairs = zip(self.token_ids, self.chances, strict=False)
         return tuple([SampledToken(token, *chance) for token, chance in pairs])
+
+    def then(self, later: Output) -> Output:
+        """This and what a later step gave the same request. O(tokens)."""
+        tokens, chances = self.token_ids + later.token_ids, (*self.chances, *later.chances)
+        return Output(self.request, tokens, self._stream, chances)
 
     def take_text(self) -> str:
         """The request's text that became final since this was last called; often none.
@@ -396,11 +403,12 @@ class EngineCore:
         orders = self._scheduler.advance(step)
         if orders:
             self._runner.copy(orders)
-        if self._runner.can_defer_read(launched.sampling):
-            self._unread = launched if step.chunks else None
+        if not self._runner.is_async:
+            outputs = self._accept(launched)
         else:
-            self._unread = None
-            outputs += self._accept(launched)
+            self._unread = launched if step.chunks else None
+            if not self._runner.can_defer_read(launched.sampling):
+                outputs = self._read_at_once(launched, outputs)
         if self.tiers is not None:
             self.tiers.end_step(step.num_tokens)
         if (
@@ -512,6 +520,25 @@ class EngineCore:
                 self._end(request, stream)
             outputs.append(Output(request, given, stream, logprobs.get(number, ())))
         return outputs
+
+    def _read_at_once(self, launched: Flight, before: list[Output]) -> list[Output]:
+        """Accept a step before the next one is sent; its outputs joined to those of the last step.
+
+        Each request has one output, so that an end is told with all tokens before it.
+        """
+        try:
+            outputs = self._accept(launched)
+        except BaseException:  # the step is committed, and nothing is known of what it has written
+            self._abandon(Step(()))
+            raise
+        self._unread = None
+        if not before:
+            return outputs
+        joined = {output.request.request_id: output for output in before}
+        for output in outputs:
+            number = output.request.request_id
+            joined[number] = joined[number].then(output) if number in joined else output
+        return list(joined.values())
 
     def _verify(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
         """The tokens behind the first one of each request whose draft tokens were accepted.

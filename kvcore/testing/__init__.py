@@ -46,6 +46,7 @@ from kvcore.testing.protocol import (
     TakesItems,
     Truncates,
 )
+from kvcore.testing.serving import Chunk, Load, Plan, Scheduling, check_scheduler
 
 _RENAMED = {"GroupDriver": "Driver", "Tells": "Resolves", "TellsEvents": "RecordsEvents"}
 
@@ -68,6 +69,7 @@ __all__ = [
     "AllocatorMachine",
     "BranchMachine",
     "BrokenError",
+    "Chunk",
     "ChurnMachine",
     "CrashError",
     "Driver",
@@ -76,7 +78,9 @@ __all__ = [
     "Groups",
     "KeepsStates",
     "Leases",
+    "Load",
     "Memory",
+    "Plan",
     "Prefixes",
     "Promise",
     "PropertyError",
@@ -85,6 +89,7 @@ __all__ = [
     "RequestMachine",
     "Resets",
     "Resolves",
+    "Scheduling",
     "Swaps",
     "TakesItems",
     "TenantMachine",
@@ -92,6 +97,7 @@ __all__ = [
     "allocator_tests",
     "bound",
     "check_allocator",
+    "check_scheduler",
     "lengths",
     "machines_for",
     "prompts",

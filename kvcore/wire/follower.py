@@ -64,16 +64,17 @@ class Follower:
     Attributes:
         next: the number of the next batch; None: nothing is known of the publisher.
         asking: whether an answer to a request is awaited.
+        lacks: whether contents are unknown because no answer came; `ask` asks for everything.
         stats: what it has met.
     """
 
-    __slots__ = ("_can_ask", "_due", "_early", "_heard", "_index", "_time", "asking", "next",
-                 "publisher", "stats")  # fmt: skip
+    __slots__ = ("_can_ask", "_due", "_early", "_heard", "_index", "_time", "asking", "lacks",
+                 "next", "publisher", "stats")  # fmt: skip
 
     def __init__(self, publisher: str, index: Index, *, can_ask: bool = True) -> None:
         self.publisher = publisher
         self.next: int | None = None
-        self.asking = False
+        self.asking = self.lacks = False
         self.stats = FollowerStats()
         self._index = index
         self._can_ask = can_ask
@@ -92,7 +93,7 @@ class Follower:
         self._heard = False
         self._due |= self._early
         self._early = {}
-        return 0 if self.next is None else max(0, self.next - 1)
+        return 0 if self.next is None or self.lacks else max(0, self.next - 1)
 
     def live(self, sequence: int, batch: Batch) -> bool:
         """Take a batch as it was published; say whether something must be asked for. O(batch)."""
@@ -123,6 +124,8 @@ class Follower:
 
         True: the publisher has started again. The rest of the answer is of no use.
         """
+        if self.lacks and not self._heard and sequence == 0:
+            self.forget()  # all that it ever told follows
         known = self.next
         follows = self._heard or known is None  # else it need not be the life that is known
         self._heard = True
@@ -146,6 +149,7 @@ class Follower:
         if answered and self.next is not None and not self._heard:
             self._restart()  # who has sent something can repeat at least the last of it
             return True
+        self.lacks = self.lacks and not answered
         early, self._early = self._early if answered else due | self._early, {}
         numbers = sorted(early)
         for place, sequence in enumerate(numbers):
@@ -154,6 +158,7 @@ class Follower:
                 self.stats.num_repeated += 1  # or of a life before: it is not asked for any more
             elif not answered and sequence > (self.next or 0):
                 self._leap(sequence, batch)
+                self.lacks = not batch.begins_anew
             elif self.live(sequence, batch):
                 self._early = {number: early[number] for number in numbers[place:]}
                 return True
@@ -180,6 +185,7 @@ class Follower:
         """Know nothing of the publisher. O(what it holds)."""
         self.next = None
         self._time = 0.0
+        self.lacks = False
         self._index.forget(self.publisher)
 
     def fail(self) -> None:
@@ -195,5 +201,6 @@ class Follower:
         self._index.apply(self.publisher, batch)
         self.next = sequence + 1
         self._time = batch.time
+        self.lacks = self.lacks and not batch.begins_anew
         self.stats.num_batches += 1
         self.stats.num_malformed += batch.num_malformed

@@ -72,7 +72,8 @@ class Subscriber:
         ask_after_s: a request without an answer for so long is made again, and a publisher that is
             silent for so long is asked.
         forget_after_s: a publisher that does not answer for so long is forgotten, and one that
-            publishes nothing for so long is connected to anew.
+            publishes nothing for so long is connected to anew. After lost batches that could not be
+            had, everything is asked for after so long.
         max_message_bytes: the largest message that is read.
         transport: gives the sockets, the thread and the clock; None: those of ZeroMQ and of this
             process.
@@ -281,7 +282,8 @@ class _Link:
         if now - self.heard_at >= forget_after_s and self.follower.next is not None:
             self.follower.forget()
         if self._asked is None:
-            if now - self.heard_at >= ask_after_s:
+            lacks_s = now - self._asked_at if self.follower.lacks else 0.0
+            if now - self.heard_at >= ask_after_s or lacks_s >= forget_after_s:
                 self._ask()
         elif now - self._asked_at >= ask_after_s:
             self._num_asked += 1

@@ -10,14 +10,18 @@ import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.tiering", reason="vLLM 0.32 is not installed")
 
+import json
+import re
 import threading
 import uuid
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -26,6 +30,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -40,7 +45,7 @@ CAPACITY = 16 * (ROW + 1024)
 
 def config(path, capacity=CAPACITY, **options):
     tier = {"type": "kvcore", "module_path": "kvcore.adapters.vllm_tier"}
-    tier |= {"path": str(path), "capacity": capacity, **options}
+    tier |= {"path": str(path), "capacity": capacity} | options
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("0", "1"), group_id=0),),
         worker_kv_bytes_per_block=ROW,
@@ -298,6 +303,20 @@ def test_groups_have_keys_of_their_own(begin):
     life.store([1])
     assert life.tier.lookup(key(1, 0), ReqContext("r")) is LookupResult.HIT
     assert life.tier.lookup(key(1, 1), ReqContext("r")) is LookupResult.MISS
+
+
+def test_the_configuration_on_the_page_makes_this_tier(begin):
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md").read_text(encoding="utf-8")
+    told = json.loads(re.search(r"--kv-transfer-config '(.*?)'\n", page, re.DOTALL)[1])
+    transfer = KVTransferConfig(**told)
+    extra = transfer.kv_connector_extra_config
+    assert OffloadingSpecFactory.get_spec_cls(extra) is TieringOffloadingSpec
+    [tier] = extra["secondary_tiers"]
+    assert vllm_tier.FAULTS in TieringOffloadingSpec.build_metric_definitions(extra)
+    del tier["path"]
+    life = begin(options=tier)
+    assert life.tier.disk.stats.capacity_bytes == 100 << 30
+    assert type(life.tier) is vllm_tier.DiskTierManager
 
 
 def test_a_second_engine_on_a_folder_is_refused_in_one_line(begin, tmp_path):

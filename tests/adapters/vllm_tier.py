@@ -2,11 +2,12 @@
 
 `python -m tests.adapters.vllm_tier` in an environment with vLLM 0.32. Two hundred requests of
 `vllm_engine.py`: shared beginnings, tenants by `cache_salt`, greedy, in chunks, with so few blocks
-and so little host memory that most of a prefix has left both when it comes again. Four processes,
+and so little host memory that most of a prefix has left both when it comes again. Six processes,
 one after the other: without a tier, with one on an empty folder, with one on the folder that the
-second has left, and one that is killed in the middle, after which another serves. It exits with 1
-where tokens differ, or where the third finds nothing. On a CPU the worker of
-`vllm_tier_worker.py` copies in the place of vLLM's, which wants a GPU.
+second has left, with one after a bit was flipped in every twentieth KiB of it, and one that is
+killed in the middle, after which another serves. It exits with 1 where tokens differ, where the
+third finds nothing, or the fourth no fault. `--network`: see `vllm_engine.py`. On a CPU the worker
+of `vllm_tier_worker.py` copies in the place of vLLM's, which wants a GPU.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
-from tests.adapters.vllm_engine import ROOT, requests
+from tests.adapters.vllm_engine import ROOT, make_windows, requests
 
 CAPACITY = 256 << 20
 
@@ -47,7 +48,7 @@ def serve(options):
         },
     )
     llm = LLM(
-        str(ROOT / "model" / "tiny"), dtype="float32", block_size=32, enforce_eager=True,
+        str(options.model), dtype="float32", block_size=32, enforce_eager=True,
         num_gpu_blocks_override=options.blocks, max_num_seqs=16, max_num_batched_tokens=512,
         max_model_len=1024, disable_log_stats=False, gpu_memory_utilization=0.2, seed=0,
         skip_tokenizer_init=True, kv_transfer_config=transfer if options.folder else None,
@@ -88,7 +89,7 @@ def run(options, folder, *, kill_after=None):
     arguments = ["--serve", "--requests", str(options.requests), "--blocks", str(options.blocks)]
     arguments += ["--host-bytes", str(options.host_bytes), "--at-once", str(options.at_once)]
     arguments += ["--blocks-per-chunk", str(options.blocks_per_chunk)]
-    arguments += ["--capacity", str(options.capacity)]
+    arguments += ["--capacity", str(options.capacity), "--model", str(options.model)]
     arguments += ["--folder", str(folder)] if folder else []
     told = os.environ | {
         "VLLM_PLUGINS": "",
@@ -117,32 +118,57 @@ def run(options, folder, *, kill_after=None):
     return json.loads(result.removeprefix("RESULT "))
 
 
+def flip_bits(folder):
+    """Damage records of every segment."""
+    for segment in folder.rglob("*.kvseg"):
+        data = bytearray(segment.read_bytes())
+        for place in range(10_000, len(data), 20 << 10):
+            data[place] ^= 16
+        segment.write_bytes(data)
+
+
+def compare(options, folder):
+    """Run all engines; return what each has printed."""
+    options.model = ROOT / "model" / "tiny"
+    if options.network == "windows":
+        options.model = folder / "windows"
+        make_windows(options.model)
+    found = {"without": run(options, None), "first": run(options, folder / "tier")}
+    found["after a restart"] = run(options, folder / "tier")
+    flip_bits(folder / "tier")
+    found["after bits flipped"] = run(options, folder / "tier")
+    run(options, folder / "other", kill_after=options.requests // 2)
+    found["after a kill"] = run(options, folder / "other")
+    return found
+
+
 def main():
     made = argparse.ArgumentParser(prog="python -m tests.adapters.vllm_tier", description=__doc__)
     made.add_argument("--requests", type=int, default=200)
     made.add_argument("--blocks", type=int, default=70)
     made.add_argument("--blocks-per-chunk", type=int, default=1)
-    made.add_argument("--host-bytes", type=int, default=4 << 20)
+    made.add_argument("--host-bytes", type=int, default=8 << 20)
     made.add_argument("--at-once", type=int, default=20)
     made.add_argument("--capacity", type=int, default=CAPACITY)
+    made.add_argument("--network", default="tiny", choices=["tiny", "windows"])
+    made.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()
     if options.serve:
         return serve(options)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        found = {"without": run(options, None), "first": run(options, folder)}
-        found["after a restart"] = run(options, folder)
-        run(options, other, kill_after=options.requests // 2)
-        found["after a kill"] = run(options, other)
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare(options, Path(folder))
     for name, result in found.items():
         print(f"{name}: {json.dumps(result)}", flush=True)
     same = len({result["tokens"] for result in found.values()}) == 1
     again = found["after a restart"]
     is_found = again["external_hits"] > found["first"]["external_hits"] and again["read"] > 0
+    is_seen = found["after bits flipped"]["faults"].get("corrupted", 0) > 0
     print("the same tokens" if same else "OTHER TOKENS")
+    print("flipped bits were seen" if is_seen else "NO FLIPPED BIT WAS SEEN")
     print("found after the restart" if is_found else "NOTHING FOUND AFTER THE RESTART")
-    return int(not (same and is_found))
+    return int(not (same and is_found and is_seen))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ down, and told as a story; the exit code is 1 then.
 """
 
 import argparse
+import gc
 import logging
 import sys
 import time
@@ -34,6 +35,7 @@ def main(argv=None):
     parser.add_argument("--once", action="store_true", help="run this seed alone, with its story")
     options = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)  # faults are logged, as they should be
+    gc.freeze()  # what is imported stays
     first = int(time.time()) if options.seed is None else options.seed
     if options.once:
         return _once(first)
@@ -57,7 +59,7 @@ def _once(seed):
     plan = plan_of(seed)
     outcome = Run(plan)()
     print(plan.features, *plan.faults, *outcome.story, sep="\n")
-    print(outcome.violation or "nothing wrong")
+    print(outcome.violation or "nothing wrong", f"digest {outcome.digest}", sep="\n")
     return int(outcome.violation is not None)
 
 

@@ -165,6 +165,26 @@ class GoesOnAfterAFault(EngineCore):
 
 
 @bug("core")
+class TellsTheEndWithTheTokenBefore(EngineCore):
+    """Where a step is too wide to be read late, a request has two outputs, and both say its end."""
+
+    def _read_at_once(self, launched, before):
+        return before + super()._read_at_once(launched, [])
+
+
+@bug("core")
+class KeepsWhatCouldNotBeRead(EngineCore):
+    """What a step has written is found, although the device failed before it could be read."""
+
+    def _read_at_once(self, launched, before):
+        abandon, self._abandon = self._abandon, lambda _: None
+        try:
+            return super()._read_at_once(launched, before)
+        finally:
+            self._abandon = abandon
+
+
+@bug("core")
 class CopiesForksTooLate(EngineCore):
     """The copies of forks are carried out one step late."""
 
@@ -352,9 +372,9 @@ class ForgetsPriorities(TwinCore):
 class NewOnesFirst(Scheduler):
     """What has just come starts before what was preempted."""
 
-    def _first_waiting(self, num_forks):
+    def _first_waiting(self):
         fresh = [r for r in self._waiting if not r.is_led and not r.num_preemptions]
-        found, count = super()._first_waiting(num_forks)
+        found, count = super()._first_waiting()
         return (fresh[0], count) if fresh and found is not None else (found, count)
 
 
@@ -362,8 +382,8 @@ class NewOnesFirst(Scheduler):
 class ShortOnesFirst(Scheduler):
     """A stream of short prompts starves a long one."""
 
-    def _first_waiting(self, num_forks):
-        found, count = super()._first_waiting(num_forks)
+    def _first_waiting(self):
+        found, count = super()._first_waiting()
         free = [r for r in self._waiting if not r.is_led]
         return (min(free, key=lambda r: r.num_tokens), count) if free else (found, count)
 
@@ -438,6 +458,17 @@ class KeepsTheRemoved(wire.Subscriber):
     def remove(self, name):
         with self._lock:
             self._links.pop(name).close()
+
+
+class NeverCatchesUp(wire.Follower):
+    """What was lost stays unknown where a snapshot could be had later."""
+
+    def ask(self):
+        self.lacks = False
+        return super().ask()
+
+
+BUGS["NeverCatchesUp"] = ({}, ((subscriber, "Follower", NeverCatchesUp),))
 
 
 @bug("subscriber")

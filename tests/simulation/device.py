@@ -1,9 +1,10 @@
 """A device that only remembers, and a model whose every token depends on all that it read.
 
 The digest of a token depends on the namespace of its text and on all tokens before it; the next
-token follows from it. The memory keeps for every slot the digest that was computed into it. Before
-a chunk is computed, every block that its first token sees is compared with the digests of its own
-text: a stale, foreign or missing read is a violation at once.
+token follows from it, half of the time as the next in a circle, so that texts repeat themselves and
+draft tokens are accepted. The memory keeps for every slot the digest that was computed into it.
+Before a chunk is computed, every block that its first token sees is compared with the digests of
+its own text: a stale, foreign or missing read is a violation at once.
 """
 
 from zlib import crc32
@@ -15,6 +16,7 @@ from tests.model.control.simulation import SlotMemory
 
 VOCABULARY = 32
 EOS = 0
+_CIRCLE = 9  # the tokens of prompts
 _MASK = (1 << 64) - 1
 
 
@@ -32,13 +34,15 @@ def seed_of(namespace):
 
 
 def digest(before, token):
-    """The digest of a token behind another one."""
+    """The digest of a token behind another one; its low bits are the token."""
     found = ((before ^ (token + 1)) * 0x9E3779B97F4A7C15) & _MASK
-    return found ^ (found >> 29)
+    return (found ^ (found >> 29)) & -VOCABULARY | token
 
 
 def next_token(found):
-    """What the model draws behind a token with this digest; one in 32 is the end."""
+    """What the model draws behind a token with this digest; one in 64 is the end."""
+    if found >> 40 & 1:
+        return found % VOCABULARY % _CIRCLE + 1
     return (found >> 20) % VOCABULARY
 
 
@@ -94,15 +98,21 @@ class NoGrammars:
 
 
 class _Drawn:
-    """The tokens of a step, which are there when the device is done."""
+    """The tokens of a step, which are there when the device is done, or its error.
 
-    def __init__(self, host, done_s, tokens):
-        self._host, self._done_s, self._tokens = host, done_s, tokens
+    Args:
+        fail: is called where the device has failed meanwhile; None: it has not.
+    """
+
+    def __init__(self, host, done_s, tokens, fail):
+        self._host, self._done_s, self._tokens, self._fail = host, done_s, tokens, fail
 
     def read(self):
         wait_s = self._done_s - self._host.loop.now
         if wait_s > 0:
             self._host.loop.sleep(wait_s)
+        if self._fail is not None:
+            self._fail()
         return self._tokens
 
     def logprobs(self):
@@ -115,23 +125,24 @@ class Device(SlotMemory):
     Args:
         host: of the process.
         kv: whose blocks these are.
-        faults: decides what goes wrong: `step_fails()`, `logits_fail()`.
-        is_async: whether the next step is sent before the tokens of this one are read.
+        faults: decides what goes wrong: `step_fails()`, `read_fails()`, `logits_fail()`.
+        most_deferred: of how many requests at most the tokens are read after the next step is sent;
+            0: of none.
     """
 
-    def __init__(self, host, kv, faults, *, is_async):
+    def __init__(self, host, kv, faults, most_deferred):
         super().__init__(kv)
-        self.is_async = is_async
+        self.is_async = most_deferred > 0
+        self._most_deferred = most_deferred
         self.num_computed = 0
         self._host, self._kv, self._faults = host, kv, faults
         self._texts = {}  # request_id -> digests of its tokens, those on the device included
         self._drawn = {}  # request_id -> its newest token
-        self._written = []  # slots, since the last step that was read
+        self._written = []  # slots, by the steps that were not read when the last one was sent
         self._done_s = 0.0
 
     def can_defer_read(self, sampling):
-        del sampling
-        return self.is_async
+        return self.is_async and len(sampling) <= self._most_deferred
 
     def discard(self, request):
         self._texts.pop(request.request_id, None)
@@ -140,11 +151,11 @@ class Device(SlotMemory):
     def send(self, step, sampling, before, watch):
         del watch
         self.transfer(step)
-        if before is None:
-            self._written.clear()
+        self._written = [] if before is None else self._written[-1:]
         if self._faults.step_fails():
             self._spoil(step)
-            raise DeviceError("the device failed")
+            self._fail()
+        self._written.append([])
         rows, ahead, num_tokens = {}, [], 0
         for chunk in step.chunks:
             num_tokens += chunk.num_tokens
@@ -159,7 +170,8 @@ class Device(SlotMemory):
         self._done_s = max(self._done_s, self._host.loop.now) + 0.0002 + num_tokens * 0.00001
         drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
         tokens = [rows[request.request_id] for request in sampling] + ahead
-        return Flight(sampling, _Drawn(self._host, self._done_s, tokens), drafted)
+        fail = self._fail if self._faults.read_fails() else None
+        return Flight(sampling, _Drawn(self._host, self._done_s, tokens, fail), drafted)
 
     def _compute(self, chunk):
         """Read and write what a chunk does; the digests of its text, drafts included."""
@@ -171,7 +183,7 @@ class Device(SlotMemory):
         if len(found) < stop:
             raise ViolationError(f"{request!r}: a chunk to {stop} of {len(found)} tokens")
         self.num_computed += chunk.num_tokens
-        sequence, slots, written = request.running_sequence, self.slots, self._written
+        sequence, slots, written = request.running_sequence, self.slots, self._written[-1]
         for group, table in zip(self._kv.groups, sequence.tables, strict=False):
             ids = table.block_ids
             self._read(request, ids, group.first_visible(start), start, found)
@@ -220,13 +232,18 @@ class Device(SlotMemory):
             self.slots[block_id * self.size] = (piece, found[-1])
 
     def _spoil(self, step):
-        """Nothing is known of what a step that fails writes, nor of one that was not read yet."""
+        """Nothing is known of what a step that fails when it is sent writes."""
         for chunk in step.chunks:
             for table in chunk.request.running_sequence.tables:
                 for block_id in table.block_ids[chunk.start // self.size :]:
                     self.set_block(block_id, ["spoilt"] * self.size)
-        for slot in self._written:
-            self.slots[slot] = "spoilt"
+
+    def _fail(self):
+        """Fail: nor of what was written by a step that was not read."""
+        for slots in self._written:
+            for slot in slots:
+                self.slots[slot] = "spoilt"
+        raise DeviceError("the device failed")
 
 
 def make_kv(features, kind=kvcore.KVCacheManager):

@@ -152,7 +152,6 @@ class Fleet:
                 continue
             if known - held:
                 return f"{name} does not hold {len(known - held)} contents that are known of it"
-            met = self.subscriber.status()[name].met
-            if held - known and not met.num_lost:  # what nothing could repeat stays unknown
-                return f"{len(held - known)} contents of {name} are not known, {met}"
+            if held - known:
+                return f"{len(held - known)} contents of {name} are not known"
         return None

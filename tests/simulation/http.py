@@ -5,12 +5,37 @@ What is left out is the kernel's sockets and uvicorn; `tests/model/serve/test_pr
 
 import asyncio
 import json
+from functools import cache
+
+from model.serve.app import create_app
+from model.serve.config import ServeConfig
 
 _SCOPE = {
     "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
     "query_string": b"", "root_path": "", "client": ("client", 1), "server": ("server", 80),
     "headers": [(b"content-type", b"application/json"), (b"host", b"server")],
 }  # fmt: skip
+
+
+class Front:
+    """Stands before an application for the engine of the run that goes on: making one is slow."""
+
+    def __getattr__(self, name):
+        return getattr(self.behind, name)
+
+
+@cache
+def _app(number):
+    front = Front()
+    return front, create_app(front, ServeConfig(), has_page=False)
+
+
+def serve(engine, number):
+    """The application that serves an engine, the `number`th of a run."""
+    front, app = _app(number)
+    front.behind = engine
+    engine.observer = front.observer
+    return app
 
 
 class RefusedError(Exception):

@@ -16,7 +16,8 @@ class Network:
 
     Args:
         loop: time, and who goes first.
-        faults: which of "lose", "late" and "repeat" happen, until `calm`.
+        faults: which of "lose", "late", "repeat" and "mute" (no request arrives) happen, until
+            `calm`.
     """
 
     def __init__(self, loop, faults=()):
@@ -97,7 +98,7 @@ class SimulatedSocket:
             network.publish(self, frames)
         elif self.kind == "ask":
             receiver = network.bound(self.address)
-            if receiver is not None and not network.cuts(0.1):
+            if receiver is not None and not network.cuts(0.1) and "mute" not in network.faults:
                 name = b"%d" % len(receiver._clients)
                 receiver._clients[name] = self
                 network.carry(receiver, (name, *frames), network.delay_s())

@@ -19,7 +19,7 @@ class Features:
     block_size: int
     kinds: tuple[str, ...]  # of layer groups
     caches: bool
-    is_async: bool
+    most_deferred: int  # sampled tokens that are read after the next step is sent; 0: none
     drafts: bool
     num_host_blocks: int
     max_num_seqs: int
@@ -79,8 +79,9 @@ class Fault:
     """Something that goes wrong.
 
     Attributes:
-        kind: "step": a step of the device fails; "logits": some are no numbers; "drain": the server
-            is asked to end; those of several replicas are in `fleet.py`.
+        kind: "step": a step of the device fails when it is sent; "read": when its tokens are read;
+            "logits": some are no numbers; "drain": the server is asked to end; those of several
+            replicas are in `fleet.py`.
         at: the number of the step, or the time in seconds.
     """
 
@@ -132,10 +133,10 @@ def draw_plan(seed, *, faulty=True):
             ("long", 0.3),
         ]
     }  # fmt: skip
-    asks, at_s = [], 0.0
+    asks, at_s, rate = [], 0.0, draw.choice((300, 3000))
     stems = [tuple(_tokens(draw, draw.randint(1, 40))) for _ in range(3)]
     for number in range(draw.choice((3, 8, 20, 40))):
-        at_s += 0.0 if swarm["bursts"] and draw.random() < 0.7 else draw.expovariate(300)
+        at_s += 0.0 if swarm["bursts"] and draw.random() < 0.7 else draw.expovariate(rate)
         prompt = list(draw.choice(stems)) if swarm["shares"] and draw.random() < 0.7 else []
         prompt = prompt[: draw.randint(0, len(prompt))] if draw.random() < 0.3 else prompt
         prompt += _tokens(draw, draw.randint(1, 60 if swarm["long"] else 12))
@@ -152,12 +153,17 @@ def draw_plan(seed, *, faulty=True):
                 ignores_eos=draw.random() < 0.5,
                 retains=swarm["retains"] and draw.random() < 0.3,
                 streams=draw.random() < 0.7,
-                leaves_s=draw.expovariate(100) if swarm["leaves"] and draw.random() < 0.3 else None,
+                leaves_s=_draw_leaving(draw) if swarm["leaves"] and draw.random() < 0.3 else None,
                 pause_s=draw.expovariate(500) if swarm["slow"] and draw.random() < 0.3 else 0.0,
             )
         )
     faults = _draw_faults(draw, at_s, features) if faulty else ()
     return Plan(seed, features, tuple(asks), faults)
+
+
+def _draw_leaving(draw):
+    """After how long a client leaves: some while their request is on its way to the engine."""
+    return draw.choice((0.0, draw.expovariate(20000), draw.expovariate(100)))
 
 
 def _draw_features(draw):
@@ -171,7 +177,7 @@ def _draw_features(draw):
         block_size=block_size,
         kinds=kinds,
         caches=draw.random() < 0.85,
-        is_async=draw.random() < 0.5,
+        most_deferred=draw.choice((0, 0, 0, 1, 3, 64)),
         drafts=draw.random() < 0.4,
         num_host_blocks=draw.choice((0, 0, 30, 300)),
         max_num_seqs=draw.choice((1, 2, 4, 16, 64)),
@@ -185,14 +191,17 @@ def _draw_features(draw):
         policy=draw.choice(("prefix", "prefix", "prefix", "round-robin", "power-of-two")),
         wakes=draw.random() < 0.5,
         replay_bytes=draw.choice((0, 2000, 1 << 20)),
-        network_faults=tuple(f for f in ("lose", "late", "repeat") if draw.random() < 0.4),
+        network_faults=tuple(f for f in ("lose", "late", "repeat", "mute") if draw.random() < 0.4),
     )
 
 
 def _draw_faults(draw, until_s, features):
     faults = []
     if draw.random() < 0.35 and features.num_ranks == 1:  # else a rank is lost, and all end
-        faults += [Fault("step", draw.randint(0, 60)) for _ in range(draw.randint(1, 3))]
+        for _ in range(draw.randint(1, 3)):
+            faults.append(Fault(draw.choice(("step", "read")), draw.randint(0, 60)))
+            if draw.random() < 0.2:  # the engine does not compute any more
+                faults.append(Fault("step", faults[-1].at + 1))
     if draw.random() < 0.25:
         faults += [Fault("logits", draw.randint(0, 100)) for _ in range(draw.randint(1, 3))]
     if features.num_replicas > 1:

@@ -15,8 +15,6 @@ from model.control.config import SchedulerConfig
 from model.control.drafts import NgramDrafts
 from model.control.scheduler import Scheduler
 from model.engine_core import EngineCore
-from model.serve.app import create_app
-from model.serve.config import ServeConfig
 from model.twins import TwinCore
 from tests.simulation.device import (
     VOCABULARY,
@@ -27,10 +25,11 @@ from tests.simulation.device import (
     ViolationError,
     make_kv,
 )
+from tests.simulation.http import serve
 from tests.simulation.loop import SimulatedHost
 from tests.simulation.ranks import make_groups
 
-_CHECK_CHANCE = 0.03
+_CHECK_CHANCE = 0.01  # of a step; a run that fails is repeated with all of them checked
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
 _MOST_STILL = 6  # steps in which the first in order may stand still, copies and reads included
 PATIENCE_S = 0.02  # as _MOST_ABSENT
@@ -40,14 +39,18 @@ PATIENCE_S = 0.02  # as _MOST_ABSENT
 class Faults:
     """What goes wrong in the device: at which of its steps and draws."""
 
-    steps: frozenset = frozenset()
-    logits: frozenset = frozenset()
+    step: frozenset
+    read: frozenset
+    logits: frozenset
     num_steps: int = 0
     num_draws: int = 0
 
     def step_fails(self):
         self.num_steps += 1
-        return self.num_steps - 1 in self.steps
+        return self.num_steps - 1 in self.step
+
+    def read_fails(self):
+        return self.num_steps - 1 in self.read
 
     def logits_fail(self):
         self.num_draws += 1
@@ -128,7 +131,7 @@ class Replica:
         self.run, self.name, self.address = run, name, address
         self.features = features = run.plan.features
         self.host = SimulatedHost(run.loop)
-        self.attempts = set()  # tasks of clients that it works for
+        self.attempts = {}  # tasks of clients that it works for, in their order
         self.is_over = False
         self._network = network
         self._absent = {}  # requests that no client reads: for how many steps
@@ -150,7 +153,7 @@ class Replica:
         )  # fmt: skip
         self.app = None
         if features.speaks_http:
-            self.app = create_app(self.engine, ServeConfig(), has_page=False)
+            self.app = serve(self.engine, len(run.replicas))
 
     def _announce(self, engine, wake):
         features = self.features
@@ -164,13 +167,13 @@ class Replica:
     def _make_core(self, group):
         """The engine of a rank; of the only one if there is no group."""
         features, bug = self.features, self.run.bug
-        of = {
+        faults = Faults(**{
             kind: frozenset(int(f.at) for f in self.run.plan.faults if f.kind == kind)
-            for kind in ("step", "logits")
-        }
+            for kind in ("step", "read", "logits")
+        })  # fmt: skip
         kv = make_kv(features, bug.get("kv", KVCacheManager))
-        is_async = features.is_async and not features.drafts
-        device = Device(self.host, kv, Faults(of["step"], of["logits"]), is_async=is_async)
+        most_deferred = 0 if features.drafts else features.most_deferred
+        device = Device(self.host, kv, faults, most_deferred)
         self.pools.append(kv)
         self.devices.append(device)
         config = SchedulerConfig(
@@ -215,7 +218,7 @@ class Replica:
         limit = self.core.max_num_seqs + self.features.max_waiting
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
-        is_checked = self._checks.random() < _CHECK_CHANCE
+        is_checked = self.run.checks_all or self._checks.random() < _CHECK_CHANCE
         self._order.check(self.core.running, self.core.waiting, is_whole=is_checked)
         if is_checked:
             self.check_pools()

@@ -11,7 +11,7 @@ from tests.simulation.world import Run
 
 _DRAWS = 3
 _PLAIN_FEATURES = {
-    "speaks_http": False, "num_ranks": 1, "drafts": False, "is_async": False,
+    "speaks_http": False, "num_ranks": 1, "drafts": False, "most_deferred": 0,
     "num_host_blocks": 0, "kinds": ("full",), "watermark": 0.0, "max_waiting": 1000,
     "max_num_seqs": 64, "max_num_batched_tokens": 256,
 }  # fmt: skip
@@ -38,7 +38,7 @@ class Shrinker:
     def __init__(self, plan, bug=None, most_runs=400):
         self.plan, self.num_runs = plan, 0
         self._bug, self._most_runs = bug, most_runs
-        self.outcome = Run(plan, bug)()
+        self.outcome = Run(plan, bug, checks_all=True)()
         self._kind = kind_of(self.outcome.violation)
 
     def __call__(self):
@@ -57,7 +57,7 @@ class Shrinker:
                 return False
             self.num_runs += 1
             drawn = plan.replace(seed=plan.seed + number)
-            outcome = Run(drawn, self._bug)()
+            outcome = Run(drawn, self._bug, checks_all=True)()
             if outcome.violation is not None and kind_of(outcome.violation) == self._kind:
                 self.plan, self.outcome = drawn, outcome
                 return True

@@ -7,7 +7,11 @@ and nothing ever waits for what cannot come.
 """
 
 import asyncio
+import dataclasses
+import gc
+import hashlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 from kvcore import Retention
@@ -25,8 +29,11 @@ from tests.simulation.replica import PATIENCE_S, Replica
 
 _RETENTION = Retention(0, 8, 1, 5)
 _RETRIES = 4
+_RECOVERY_STEPS = 4  # of the device, from one that fails to the end of those that try it
 _PAUSE_S = 0.005  # before a request is sent again
 _LOST = "the replica was lost"
+_NOT_TAKEN = (_LOST, "503", "NotServingError")
+_FAILED = ("500", "None", "EngineFaultError", "NumericalError")
 _ERRORS = {  # of the engine, by the status of an answer; None: the answer had begun
     429: {QueueFullError},
     503: {NotServingError},
@@ -45,12 +52,20 @@ class Outcome:
         story: what happened, a line each.
         num_tokens: tokens that the device computed.
         seconds: simulated.
+        last_draw: what comes next of the numbers that decide who runs: it says how many were drawn.
     """
 
     violation: str | None = None
     story: list = field(default_factory=list)
     num_tokens: int = 0
     seconds: float = 0.0
+    last_draw: float = 0.0
+
+    @property
+    def digest(self):
+        """Of all that happened: equal for one seed on every machine and version of Python."""
+        told = "\n".join([*self.story, f"{self.violation} {self.num_tokens} {self.last_draw}"])
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 class Heard:
@@ -82,6 +97,10 @@ class Heard:
                 raise ViolationError(f"{self._name}: sample {number} has no end")
         return " ".join(reason.value for reason in self._reasons)
 
+    def follow_up(self, ask):
+        """The next question of a client whose answer broke off: all that was said, and a token."""
+        return dataclasses.replace(ask, prompt=(*ask.prompt, *self._tokens[0], 1))
+
     def check(self, submission):
         """Compare with what the request gives alone."""
         whole = answer(submission.prompt, submission.params, submission.namespace)
@@ -105,10 +124,11 @@ class Run:
     Args:
         plan: what is done.
         bug: classes with a planted bug, in place of "kv", "scheduler", "core", "twin" or "front".
+        checks_all: whether the allocator is checked after every step, and not after a few.
     """
 
-    def __init__(self, plan, bug=None):
-        self.plan = plan
+    def __init__(self, plan, bug=None, *, checks_all=False):
+        self.plan, self.checks_all = plan, checks_all
         self.bug = bug or {}
         self.outcome = Outcome()
         self.loop = SimulatedLoop(Random(plan.seed + 2))
@@ -118,6 +138,7 @@ class Run:
     def __call__(self):
         """Run to the end; what came of it."""
         outcome, loop = self.outcome, self.loop
+        gc.disable()  # a run is short, and what it leaves is collected once
         try:
             loop.run_until_complete(self._main())
         except (ViolationError, DeadlockError, ModelError) as error:
@@ -126,8 +147,9 @@ class Run:
             outcome.violation = f"an error that nobody handles: {loop.lost_errors[0]}"
         for replica in self.replicas:
             outcome.num_tokens += sum(device.num_computed for device in replica.devices)
-        outcome.seconds = loop.now
+        outcome.seconds, outcome.last_draw = loop.now, loop.draw.random()
         loop.close()
+        gc.enable()
         return outcome
 
     def tell(self, line):
@@ -167,9 +189,8 @@ class Run:
         """Time in which everything ends: all of it one after another, several times over."""
         tokens = sum((len(a.prompt) + a.max_tokens) * a.num_samples for a in self.plan.asks)
         pauses = sum(a.pause_s * a.max_tokens * a.num_samples for a in self.plan.asks)
-        again = 1 if self.fleet is None else _RETRIES
         allowed_s = 1.0 + pauses + 0.01 * tokens
-        return again * allowed_s + (self.plan.asks[-1].at_s if self.plan.asks else 0.0)
+        return _RETRIES * allowed_s + (self.plan.asks[-1].at_s if self.plan.asks else 0.0)
 
     async def _drain(self, at_s):
         await asyncio.sleep(at_s)
@@ -198,21 +219,24 @@ class Run:
         self.tell(f"client {ask.number}: {how}")
 
     async def _send(self, ask):
-        """Send a request, again where its replica is lost or takes none; how it ended."""
-        if self.fleet is None:
-            return await self._attempt(ask, self.replicas[0], Heard(ask))
+        """Send a request, again where it is lost, not taken or fails; how it ended."""
         how = "no replica"
         for _ in range(_RETRIES):
-            replica, ticket = self.fleet.choose(ask)
+            if self.fleet is None:
+                replica, ticket = self.replicas[0], None
+            else:
+                replica, ticket = self.fleet.choose(ask)
             if replica is not None:
                 heard = Heard(ask)
                 try:
-                    how = await self._attempt(ask, replica, heard, ticket.has_begun)
+                    how = await self._attempt(ask, replica, heard, ticket and ticket.has_begun)
                 finally:
-                    self.fleet.end(ticket)
-                if heard.has_begun or how not in (_LOST, "503", "NotServingError"):
+                    if ticket is not None:
+                        self.fleet.end(ticket)
+                if not (how in _FAILED or (how in _NOT_TAKEN and not heard.has_begun)):
                     return how
                 self.tell(f"client {ask.number}: {how}, it asks again")
+                ask = heard.follow_up(ask) if how in _FAILED else ask
             await asyncio.sleep(_PAUSE_S)
         return how
 
@@ -223,7 +247,7 @@ class Run:
         replica.expect(ask)
         ways = self._ask_server if replica.app is not None else self._ask
         work = asyncio.ensure_future(ways(ask, replica, heard, begun))
-        replica.attempts.add(work)
+        replica.attempts[work] = None
         try:
             return await work
         except asyncio.CancelledError:
@@ -232,7 +256,7 @@ class Run:
                 raise
             return _LOST
         finally:
-            replica.attempts.discard(work)
+            replica.attempts.pop(work, None)
             replica.expect(ask, self.loop.now + PATIENCE_S)
 
     def _submission(self, ask):
@@ -288,12 +312,12 @@ class Run:
     def _explained(self, ask):
         """The errors for which a client finds a reason in the plan."""
         faults = {fault.kind for fault in self.plan.faults}
-        ends = {"drain", "step", "kill", "restart", "leave"}
+        ends = {"drain", "step", "read", "kill", "restart", "leave"}
         reasons = {
             NotServingError: faults & ends,
             QueueFullError: self.plan.features.max_waiting < 1000,
             RequestTooLongError: self._is_too_long(ask),
-            EngineFaultError: "step" in faults,
+            EngineFaultError: faults & {"step", "read"},
             NumericalError: "logits" in faults,
         }
         return {error for error, reason in reasons.items() if reason}
@@ -301,8 +325,19 @@ class Run:
     def _is_too_long(self, ask):
         return len(ask.prompt) + ask.max_tokens > self.replicas[0].core.max_model_len
 
+    def _check_recovered(self):
+        """An engine stops only if its device fails again while it sees whether that computes."""
+        at = sorted(f.at for f in self.plan.faults if f.kind in ("step", "read"))
+        fails_again = any(b - a <= _RECOVERY_STEPS for a, b in pairwise(at))
+        if self.drained is None and not fails_again:
+            for replica in self.replicas:
+                is_stopped = replica.engine.health.state is EngineState.STOPPED
+                if is_stopped and not replica.is_over:
+                    raise ViolationError(f"{replica.name} has stopped, and its device computes")
+
     async def _settle(self):
         """Everything is over: what is left?"""
+        self._check_recovered()
         if self.drained is None:
             for replica in self.replicas:
                 if not replica.is_over and replica.engine.health.state is not EngineState.STOPPED:

@@ -7,6 +7,7 @@ been computed and is found in the cache as far as it was kept.
 """
 
 import random
+import sys
 import time
 from functools import partial
 
@@ -37,6 +38,7 @@ def add_flags(parser):
     parser.add_argument("--message", type=int, default=64, help="tokens that the second turn adds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=HEADINGS)
+    parser.add_argument("--no-compile", action="store_true", help="ready half a minute earlier")
     parser.add_argument("--kv-gigabytes", type=float, default=16.0, help="caches of each network")
 
 
@@ -44,19 +46,26 @@ def rows(options):
     speed = _read_gb_per_s()
     engines = {}
     for name in (options.model, options.model + _PEER):
+        begin = time.monotonic()
         model, backend = start(name, "auto", "auto", load=loader(name))
+        _tell(f"{name}: loaded in {time.monotonic() - begin:.0f} s; compiles and captures graphs")
         config = EngineConfig(
             kv_memory_bytes=int(options.kv_gigabytes * 1e9),
             max_num_seqs=options.num_requests,
-            compile=True,
+            compile=not options.no_compile,
         )
         engines[name] = Engine(model, backend, config)
         how = warm_up(engines[name])
+        _tell(f"{name}: {how}; ready after {time.monotonic() - begin:.0f} s")
         if options.only != "turn":
             yield _decode(name, engines[name], how, options, speed)
             engines[name].empty_cache(enable_caching=True)
     if options.only != "decode":
         yield from _turns(engines, options)
+
+
+def _tell(line):
+    print(line, file=sys.stderr, flush=True)
 
 
 def _read_gb_per_s():

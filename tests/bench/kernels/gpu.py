@@ -6,7 +6,7 @@ attention over latents, which reads little for long contexts, also a sum over th
 starts and ends as a kernel does. What a call costs the host is measured without a graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -97,16 +97,19 @@ def decode_cases(can: Capabilities) -> tuple[DecodeCase, ...]:
     return (*plain, *quantised, *_SHARED, *latents)
 
 
-def bench_gpu(backend: Backend, *, quick: bool, only_states: bool = False) -> list[Row]:
-    """Decode, prefill, stores and states on the GPU beside the ceilings; quick: the small cases."""
+def bench_gpu(backend: Backend, *, quick: bool, only_states: bool = False) -> Iterator[Row]:
+    """Decode, prefill, stores and states on the GPU beside the ceilings; quick: the small cases.
+
+    Each row comes when it is measured: on a machine that compiles all of them that takes minutes.
+    """
     device = backend.device
     found = ceilings(device)
     speed = {row.case: row.gb_per_s or row.tflop_per_s for row in found}
-    rows = list(found)
+    yield from found
     if isinstance(backend, StateBackend):
-        rows += states.bench_states(backend, speed[COPY], COPY, quick=quick)
+        yield from states.bench_states(backend, speed[COPY], COPY, quick=quick)
     if only_states:
-        return rows
+        return
     for case in _QUICK if quick else decode_cases(backend.capabilities):
         sets = [case.inputs(device) for _ in range(buffer_sets(case.kv_bytes))]
         steps = [_attention_step(backend, *each) for each in sets]
@@ -118,11 +121,11 @@ def bench_gpu(backend: Backend, *, quick: bool, only_states: bool = False) -> li
             row = replace(row, tflop_per_s=case.flop / row.median_us / 1e6)
             sums = [cache.k.view(torch.float32).sum for _, cache, _ in sets]
             at_ceiling[AS_MANY] = time_graph(AS_MANY, sums, case.kv_bytes).median_us
-        rows.append(against(row, at_ceiling))
+        yield against(row, at_ceiling)
     if not quick:
-        rows += prefill.bench_prefill(backend, speed[MATMUL])
-    rows += moves.bench_moves(backend, quick=quick)
-    return [*rows, *host.bench_host(backend)]
+        yield from prefill.bench_prefill(backend, speed[MATMUL])
+    yield from moves.bench_moves(backend, quick=quick)
+    yield from host.bench_host(backend)
 
 
 def _without_sharing(backend: Backend, case: DecodeCase) -> float:

@@ -277,12 +277,7 @@ class TierMachine(RuleBasedStateMachine):
             while self.stores:
                 self.end_store(0, runs=True)
         is_whole = seq.num_computed_tokens == seq.num_tokens
-        is_waiting = self.tiers._num_storing >= self.tiers._most or any(
-            not job.is_stale
-            for job in self.stores  # it may have the same blocks
-        )
-        is_calm = self.was_sound and is_cached and is_whole and not is_waiting
-        if not is_calm or before != disk.stats.num_evicted:
+        if not (self.was_sound and is_cached and is_whole and before == disk.stats.num_evicted):
             return
         namespace = self.namespaces[seq]
         tokens = seq.packed.tolist()

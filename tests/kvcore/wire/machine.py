@@ -235,9 +235,9 @@ class Channel(RuleBasedStateMachine):
     @rule(who=WHO)
     def ask(self, who):
         """As a subscriber does when it has heard nothing, or no answer, for a while."""
-        known = self.followers[who].next
+        known, lacks = self.followers[who].next, self.followers[who].lacks
         self.wanted[who] = self.followers[who].ask()
-        from_where = 0 if known is None else max(0, known - 1)
+        from_where = 0 if known is None or lacks else max(0, known - 1)
         self.expect(self.wanted[who] == from_where, who, "asked from", (self.wanted[who], known))
         self.answers.pop(who, None)  # it comes too late
 
@@ -271,13 +271,15 @@ class Channel(RuleBasedStateMachine):
     def give_up(self, who):
         """As a subscriber does when no answer comes, however often it asks.
 
-        What is lost by that stays unknown where there is a snapshot too, until that is due.
+        What is lost by that stays unknown until everything is asked for, and then where a publisher
+        has no snapshot.
         """
-        if self.lives[who].plain and self.followers[who].asking:
+        if self.followers[who].asking:
             self.wanted.pop(who, None)
             self.answers.pop(who, None)
             asks = self.followers[who].replay_ended(answered=False)
-            if position := self.position(who):  # it may be a life before's, that was waited for
+            position = self.position(who)  # it may be a life before's, that was waited for
+            if position and position[0].plain:
                 position[0].keeps_all = False
             if asks:
                 self.ask(who)
@@ -369,7 +371,8 @@ class Channel(RuleBasedStateMachine):
 
     def has_all(self, who, life):
         """Whether all that a life has told was had."""
-        return life.keeps_all and not (life.plain and self.followers[who].stats.num_lost)
+        follower = self.followers[who]
+        return life.keeps_all and not (follower.lacks or (life.plain and follower.stats.num_lost))
 
     def check(self, who, life):
         """What is known of a publisher is what it holds now."""

@@ -205,6 +205,47 @@ def test_without_an_answer_newer_batches_are_applied_and_what_they_followed_is_f
     case.expect(done, 12, num_gaps=1, num_lost=2, num_batches=3, num_repeated=1)
 
 
+def lacking(case):
+    """After batches 6 and 7 were lost, and no answer came."""
+    case.follower.ask()
+    case.follower.live(8, batch(8.0))
+    assert not case.follower.replay_ended(answered=False)
+    assert case.follower.lacks
+    case.log.done.clear()
+    assert case.follower.ask() == 0
+    return case.follower
+
+
+def test_what_could_not_be_had_is_asked_for_again_and_a_snapshot_has_it(case):
+    follower = lacking(case)
+    assert not follower.replayed(8, batch(8.5, anew=True))
+    assert not follower.replayed(9, batch(9.0))
+    assert not follower.replay_ended()
+    assert (case.log.done, follower.lacks, follower.ask()) == ([8.5, 9.0], False, 9)
+
+
+def test_what_could_not_be_had_is_in_a_history_that_is_whole(case):
+    follower = lacking(case)
+    for number in range(9):
+        assert not follower.replayed(number, batch(float(number)))
+    assert not follower.replay_ended()
+    assert (case.log.done[0], case.log.done[-1], follower.lacks) == ("forgotten", 8.0, False)
+    assert case.log.done.count("forgotten") == 1
+
+
+def test_what_an_answer_does_not_have_is_not_asked_for_again(case):
+    follower = lacking(case)
+    assert not follower.replayed(8, batch(8.0))
+    assert not follower.replay_ended()
+    assert (case.log.done, follower.lacks, follower.ask()) == ([], False, 8)
+
+
+def test_without_an_answer_everything_is_asked_for_again(case):
+    follower = lacking(case)
+    assert not follower.replay_ended(answered=False)
+    assert follower.lacks
+
+
 def test_without_an_answer_what_is_next_is_applied(case):
     case.follower.ask()
     case.follower.live(6, batch(6.0))

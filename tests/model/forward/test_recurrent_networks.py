@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import backends
 import kvcore
-from kvcore.adapters.recurrent import HeldStates, RecurrentPass
+from kvcore.adapters.recurrent import HeldStates, RecurrentPass, passes
+from kvcore.adapters.recurrent.state_functions import BackendOperations
 from kvcore.sanitize import SanitizerError
 from model import EngineConfig, SamplingParams
 from model.control.scheduler import Scheduler
@@ -60,6 +61,21 @@ def test_chunks_of_7_tokens_hits_and_preemption_change_no_token(kind):
     assert got == wanted
     assert engine.stats.num_hit_tokens > 0
     assert engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", KINDS[::2])
+def test_chunks_that_the_operation_computes_on_a_gpu_give_the_tokens_of_generate(kind, monkeypatch):
+    lengths = []
+    batch = BackendOperations.batch
+    monkeypatch.setattr(passes, "_FEW", passes._FEW_ON_GPU)
+    monkeypatch.setattr(
+        BackendOperations,
+        "batch",
+        lambda self, read, write, count: lengths.append(count) or batch(self, read, write, count),
+    )
+    got, wanted = tokens_of(engine_of(kind, max_num_batched_tokens=24), kind)
+    assert got == wanted
+    assert max(lengths) > 16
 
 
 @pytest.mark.parametrize("kind", KINDS)

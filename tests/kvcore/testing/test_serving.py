@@ -1,0 +1,28 @@
+"""`check_scheduler` finds nothing in a sound scheduler, and each broken one by what it breaks."""
+
+import pytest
+
+from kvcore.testing import PropertyError, check_scheduler
+from tests.kvcore.engines import scheduling
+
+
+def test_a_sound_scheduler_keeps_its_promises():
+    seen = check_scheduler(scheduling.Scheduler, range(60))
+    assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize(
+    ("broken", "prop"),
+    [
+        (scheduling.FreesAtTheAbort, "P17"),
+        (scheduling.CommitsTheFailed, "P1"),
+        (scheduling.ForgetsTheLate, "P5"),
+        (scheduling.WaitsForTheFailed, "P5"),
+        (scheduling.TellsTheEndTooEarly, "P5"),
+    ],
+)
+def test_a_broken_scheduler_is_caught(broken, prop):
+    with pytest.raises(PropertyError) as caught:
+        check_scheduler(broken, range(60))
+    assert caught.value.prop == prop
+    assert "scheduler.add('r0'" in caught.value.program
