@@ -180,7 +180,7 @@ class Engine(EngineCore):
             network.layout,
             network.scales,
             kv,
-            tiers.device_of(network.caches, began),
+            tiers.device_of(network.caches, began, None if sanitizer is None else sanitizer.lock),
         )
         return opened
 

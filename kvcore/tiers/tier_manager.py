@@ -176,11 +176,14 @@ class TierManager:
     def finish_store(self, job: StoreJob) -> None:
         """End a store, done or not: its blocks are released. O(blocks).
 
-        A second call changes nothing.
+        What was not stored by then is begun again later, as far as it is still there. A second call
+        changes nothing.
         """
         if job not in self._stores:
             return
         job.cancel()
+        if not (job.is_done or job.is_stale):
+            self._published.update(dict.fromkeys(job.lease.blocks))
         self._stores.remove(job)
         if not job.is_stale:
             self._storing.difference_update([part.key for part in job.parts])

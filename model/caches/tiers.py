@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol, final
@@ -50,6 +51,9 @@ _NO_MEANING: Final = frozenset({"_name_or_path", "transformers_version", "dtype"
 
 Began = Callable[[kvcore.Lease], None]
 """Is told that the blocks of a load will be written."""
+
+Lock = AbstractContextManager[object]
+"""Is held while blocks are read or written."""
 
 
 class BlockDevice(TierDevice, BlockMover, Protocol):
@@ -100,14 +104,17 @@ def open_tiers(
     raise InvalidArgumentError("disk: no folder is left")
 
 
-def device_of(caches: KVCaches, began: Began) -> BlockDevice:
-    """What moves the bytes of these caches. O(1)."""
-    kind = caches.storages[0].device.type
-    return (
-        HostBlocks(caches.storages, began)
-        if kind == "cpu"
-        else StreamBlocks(caches.storages, began)
-    )
+def device_of(caches: KVCaches, began: Began, lock: Lock | None) -> BlockDevice:
+    """What moves the bytes of these caches. O(1).
+
+    Args:
+        caches: where the blocks are.
+        began: is told of each load.
+        lock: held while blocks are read or written; None: none is needed.
+    """
+    is_host = caches.storages[0].device.type == "cpu"
+    held = nullcontext() if lock is None else lock
+    return (HostBlocks if is_host else StreamBlocks)(caches.storages, began, held)
 
 
 def meaning_of_blocks(
@@ -164,11 +171,13 @@ class HostBlocks:
     Args:
         storages: all memory, see `KVCaches.storages`.
         began: is told of each load.
+        lock: held while a block is read or written.
     """
 
-    def __init__(self, storages: Sequence[Tensor], began: Began) -> None:
+    def __init__(self, storages: Sequence[Tensor], began: Began, lock: Lock) -> None:
         self._rows = [storage.numpy() for storage in storages]
         self._began = began
+        self._lock = lock
 
     def mark(self) -> None:
         """Nothing: a step that was sent is done."""
@@ -192,15 +201,17 @@ class HostBlocks:
 
     def read_block(self, block_id: int) -> bytes:
         """See `BlockMover.read_block`. O(its bytes)."""
-        return b"".join([rows[block_id] for rows in self._rows])
+        with self._lock:
+            return b"".join([rows[block_id] for rows in self._rows])
 
     def write_block(self, block_id: int, data: memoryview) -> None:
         """See `BlockMover.write_block`. O(its bytes)."""
         begin, content = 0, np.frombuffer(data, dtype=np.uint8)
-        for rows in self._rows:
-            end = begin + rows.shape[1]
-            rows[block_id] = content[begin:end]
-            begin = end
+        with self._lock:
+            for rows in self._rows:
+                end = begin + rows.shape[1]
+                rows[block_id] = content[begin:end]
+                begin = end
 
 
 @final
@@ -210,12 +221,19 @@ class StreamBlocks:
     Args:
         storages: all memory, see `KVCaches.storages`.
         began: is told of each load.
+        lock: held until blocks that were sent or fetched are there, if it is a real one.
         part_bytes: what a load sends at once.
     """
 
     def __init__(
-        self, storages: Sequence[Tensor], began: Began, *, part_bytes: int = _PART_BYTES
+        self,
+        storages: Sequence[Tensor],
+        began: Began,
+        lock: Lock,
+        *,
+        part_bytes: int = _PART_BYTES,
     ) -> None:
+        self._lock = lock
         self._storages = storages
         self._began = began
         self._torch: Any = torch.get_device_module(storages[0].device)
@@ -250,7 +268,7 @@ class StreamBlocks:
     def store(self, job: StoreJob, mark: object) -> None:
         """See `TierDevice.store`."""
         ids = [block_id for part in job.parts for block_id in part.block_ids]
-        with self._torch.stream(self._outgoing):
+        with self._lock, self._torch.stream(self._outgoing):
             self._outgoing.wait_event(mark)
             index = torch.tensor(ids, device=self._storages[0].device)
             found = torch.cat([storage[index] for storage in self._storages], dim=1)
@@ -258,7 +276,7 @@ class StreamBlocks:
             host.copy_(found, non_blocking=True)
             done = self._torch.Event()
             done.record(self._outgoing)
-        done.synchronize()
+            done.synchronize()
         rows = host.numpy()
         self._staged = {block_id: memoryview(rows[place]) for place, block_id in enumerate(ids)}
         job.run()
@@ -282,7 +300,7 @@ class StreamBlocks:
 
     def _send(self) -> None:
         """Send the part that is filled; the other one is free once its copy is done."""
-        with self._torch.stream(self._incoming):
+        with self._lock, self._torch.stream(self._incoming):
             device = self._storages[0].device
             content = self._parts[0][: len(self._ids)].to(device, non_blocking=True)
             index, begin = torch.tensor(self._ids, device=device), 0
@@ -291,6 +309,8 @@ class StreamBlocks:
                 storage[index] = content[:, begin:end]
                 begin = end
             self._sent[0].record(self._incoming)
+            if not isinstance(self._lock, nullcontext):
+                self._sent[0].synchronize()
         self._ids = []
         self._parts.reverse()
         self._sent.reverse()

@@ -42,6 +42,8 @@ class RunStats:
     num_evicted_blocks: int
     paged_kv_bytes: int
     flat_kv_bytes: int
+    num_loaded_tokens: int = 0
+    tiers: tuple[str, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -86,6 +88,19 @@ def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float)
         num_evicted_blocks=blocks.num_evicted_blocks,
         paged_kv_bytes=layout.kv_bytes(blocks.peak_used_blocks, engine.kv.block_size),
         flat_kv_bytes=steps.peak_running * longest * layout.token_bytes,
+        num_loaded_tokens=sum(request.num_loaded_tokens for request in requests),
+        tiers=_tiers(engine),
+    )
+
+
+def _tiers(engine: Engine) -> tuple[str, ...]:
+    """What each tier has, in words. O(tiers)."""
+    if engine.tiers is None:
+        return ()
+    return tuple(
+        f"{tier.name}: {tier.stats.num_hits} copies loaded, {tier.stats.num_stored} stored"
+        + (f", {sum(tier.stats.faults.values())} faults" if tier.stats.faults else "")
+        for tier in engine.tiers.tiers.tiers
     )
 
 
@@ -104,12 +119,18 @@ def table(stats: RunStats) -> str:
         if stats.num_drafts
         else {}
     )
+    loaded = (
+        {"loaded from tiers": f"{stats.num_loaded_tokens} tokens ({'; '.join(stats.tiers)})"}
+        if stats.tiers
+        else {}
+    )
     rows = {
         "requests": f"{stats.num_requests} ({stats.num_stopped} ended by a stop token or string)",
         "new tokens": f"{stats.num_new_tokens} in {stats.elapsed_s:.2f} s, {stats.num_steps} steps",
         "tokens per second": per_second,
         "prefix hit rate": f"{stats.hit_rate:.1%} ({hits})",
         **drafts,
+        **loaded,
         "blocks used": f"{blocks}, {stats.block_size} tokens each",
         "blocks evicted": f"{stats.num_evicted_blocks} ({preempted})",
         "KV bytes": f"{sizes} ({ratio:.1f}x)",

@@ -39,7 +39,7 @@ _LEAST_STEP_TOKENS: Final = 16  # a step with fewer says little about the time o
 _LEAST_DEADLINE_S: Final = 1.0
 _SLOWEST_BYTES_PER_S: Final = 50e6  # of a device whose speed was never measured
 _MAX_STORES: Final = 4  # jobs
-_STORE_DEADLINE_S: Final = 5.0
+_STORE_DEADLINE_S: Final = 1.0
 _POLL_S: Final = 0.002
 _DRAIN_S: Final = 10.0
 _WEIGHT: Final = 0.3  # of a new measurement
@@ -296,7 +296,16 @@ class TierTransfers:
         return True
 
     def give_way(self, order: tuple[int, int]) -> bool:
-        """Give up the load of the last request behind this one; whether there was one. O(loads)."""
+        """Release blocks for a running request: those of stores, or of the last load behind it.
+
+        Stores are begun again as far as their contents are still there. O(transfers).
+
+        Returns:
+            Whether there were any.
+        """
+        if self._stores:
+            self._stores.clear()
+            return self.tiers.cancel_stores()
         last = max(self._loads, key=_order, default=None)
         if last is None or last.order <= order:
             return False

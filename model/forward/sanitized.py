@@ -19,9 +19,10 @@ Does not know: whether the tables are right (`Shadow` does), why a request reads
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import pairwise
-from typing import NoReturn
+from threading import Lock
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -98,11 +99,29 @@ class _Owners:
         return [block_id for block_id, owners in self.of.items() if owners & kept]
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _alone(method: _Method) -> _Method:
+    """Hold the lock of a sanitized backend during a call."""
+
+    @wraps(method)
+    def alone(self: "SanitizedBackend", *args: object, **named: object) -> object:
+        with self.lock:
+            return method(self, *args, **named)
+
+    return cast("_Method", alone)
+
+
 class SanitizedBackend:
     """Checks another backend.
 
     Args:
         inner: does the work.
+
+    Attributes:
+        shadow: knows what each slot should hold.
+        lock: held while blocks are scrambled: no other thread reads or writes one meanwhile.
     """
 
     def __init__(self, inner: backends.Backend) -> None:
@@ -112,6 +131,7 @@ class SanitizedBackend:
         self._places: dict[int, tuple[int, int]] = {}  # id of a cache -> its layer, and its group
         self._pieces: list[list[Chunk]] = []  # for each group the chunk of each sequence
         self.shadow = Shadow()
+        self.lock = Lock()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -206,6 +226,7 @@ class SanitizedBackend:
             sequence = chunk.request.running_sequence
             self.shadow.advanced(sequence, read if run.has_state else [], write, run.num_known)
 
+    @_alone
     def store_kv(
         self,
         key: Tensor,
@@ -237,6 +258,7 @@ class SanitizedBackend:
                     slot = slots[wrong[0]].item()
                     self.shadow.fail_kernel(f"store_kv did not write the {name} of slot {slot}")
 
+    @_alone
     def paged_attention(
         self,
         query: Tensor,

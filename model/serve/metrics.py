@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import (
@@ -29,11 +30,13 @@ from prometheus_client.registry import Collector
 import kvcore
 from model.async_engine import AsyncEngine, NotServingError
 from model.control.request import FinishReason
+from model.control.tier_transfers import TierTransfers
 from model.token_stream import Sample
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
 
+_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
 _FIRST_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -183,6 +186,8 @@ class _Counts(Collector):
             return
         yield from self._of_requests(engine)
         yield from self._of_cache(engine)
+        if engine.tiers is not None:
+            yield from self._of_tiers(engine.tiers)
 
     def _of_requests(self, engine: EngineCore) -> Iterator[Metric]:
         steps = engine.stats
@@ -234,6 +239,48 @@ class _Counts(Collector):
         if cache.lifetimes is not None:
             yield from self._of_blocks(cache.lifetimes)
 
+    def _of_tiers(self, transfers: TierTransfers) -> Iterator[Metric]:
+        """What host memory and disk have, and what came from there."""
+        stats = transfers.stats
+        loads = CounterMetricFamily(
+            "kvcore:kv_tier_loads",
+            "Loads of a prefix, by how they ended: whole, failed, late, or not worth it.",
+            labels=["model_name", "outcome"],
+        )
+        for outcome, count in (
+            ("whole", stats.num_loads),
+            ("failed", stats.num_failed_loads),
+            ("late", stats.num_late_loads),
+            ("not worth it", stats.num_not_worth),
+        ):
+            loads.add_metric([*self._labels, outcome], count)
+        yield loads
+        yield self._counter(
+            "kv_tier_loaded_tokens", "Tokens whose KV was loaded.", stats.num_loaded_tokens
+        )
+        yield self._counter("kv_tier_load_seconds", "Seconds that loads took.", stats.loading_s)
+        yield self._counter("kv_tier_store_seconds", "Seconds that stores took.", stats.storing_s)
+        counter = partial(self._tier, CounterMetricFamily, transfers)
+        gauge = partial(self._tier, GaugeMetricFamily, transfers)
+        yield counter("kv_tier_hits", "Copies that were loaded.", "num_hits")
+        yield counter("kv_tier_stores", "Copies that were written.", "num_stored")
+        yield counter("kv_tier_evictions", "Copies that gave way to others.", "num_evicted")
+        yield counter("kv_tier_read_bytes", "Bytes loaded.", "read_bytes")
+        yield counter("kv_tier_written_bytes", "Bytes written.", "written_bytes")
+        yield gauge("kv_tier_copies", "Copies that a tier has.", "num_records")
+        yield gauge("kv_tier_used_bytes", "Bytes that it takes.", "used_bytes")
+        yield gauge("kv_tier_capacity_bytes", "The most that it may take.", "capacity_bytes")
+        yield gauge("kv_tier_enabled", "0 once its device has failed for good.", "is_enabled")
+        faults = CounterMetricFamily(
+            "kvcore:kv_tier_faults",
+            "Copies that were not served or not written, by kind.",
+            labels=["model_name", "tier", "kind"],
+        )
+        for tier in transfers.tiers.tiers:
+            for fault, count in sorted(tier.stats.faults.items()):
+                faults.add_metric([*self._labels, tier.name, fault], count)
+        yield faults
+
     def _of_blocks(self, lives: kvcore.LifetimeStats) -> Iterator[Metric]:
         for name, says, found in (
             ("lifetime", "Steps from a block's content to its eviction.", lives.lifetime),
@@ -258,6 +305,20 @@ class _Counts(Collector):
             buckets.append(("+Inf", found.count))
             family.add_metric(self._labels, buckets, found.total)
             yield family
+
+    def _tier(
+        self,
+        kind: type[_Family],
+        transfers: TierTransfers,
+        name: str,
+        says: str,
+        of: str,
+    ) -> _Family:
+        """A counter of each tier."""
+        family = kind(f"kvcore:{name}", says, labels=["model_name", "tier"])
+        for tier in transfers.tiers.tiers:
+            family.add_metric([*self._labels, tier.name], getattr(tier.stats, of))
+        return family
 
     def _gauge(self, name: str, says: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"kvcore:{name}", says, labels=["model_name"])

@@ -20,6 +20,7 @@ COMMANDS = {
     "engine": "requests through the engine in one process; takes the flags of model.run",
     "host": "what a decode step costs the host, beside the network",
     "recurrent": "decoding and second turns with recurrent layers, beside attention alone",
+    "tiers": "host memory and disk behind the cache: a restart, agents, misses",
     "paging": "how much memory paging saves on a trace, by block size; counted, not timed",
     "capacity": "how many requests of hybrid models fit into a memory (--peer vllm); counted",
     "server": "`vllm bench serve` against the server; takes the flags of model.serve",
@@ -96,6 +97,8 @@ if __name__ == "__main__":
         from tests.bench.engine import host as command
     elif name == "recurrent":
         from tests.bench.engine import recurrent as command
+    elif name == "tiers":
+        from tests.bench.engine import tiers as command
     elif name == "paging":
         from tests.bench.engine import paging as command
     elif name == "capacity":

@@ -440,6 +440,17 @@ FLAGS = (
     Broken(
         "more blocks than memory", "blocks of 4 tokens take", argv=("--num-blocks", "2147483647")
     ),
+    Broken(
+        "--disk below a file",
+        "--disk: /dev/null/kv/kvcore-tier cannot be used: Not a directory",
+        argv=("--disk", "/dev/null/kv"),
+    ),
+    Broken("--disk-size alone", "has no effect without --disk", argv=("--disk-size", "1G")),
+    Broken(
+        "--host-memory 0",
+        "--host-memory: wanted an integer of at least 1",
+        argv=("--host-memory", "0"),
+    ),
     Broken("--block-size 0", "--block-size: wanted an integer from 1", argv=("--block-size", "0")),
     Broken(
         "--kv-memory-bytes x",

@@ -7,14 +7,18 @@ them proves nothing.
 
 import asyncio
 from contextlib import ExitStack, contextmanager
+from math import inf
 from unittest import mock
 
-from kvcore import wire
+from kvcore import KVCacheManager, wire
+from kvcore.identity.block_hash import digest
+from kvcore.tiers import StoreJob, tier_manager
 from kvcore.wire import publisher, subscriber
 from model import async_engine
 from model.async_engine import AsyncEngine, EngineState
 from model.cluster.router import Router, Ticket
 from model.control.scheduler import Scheduler
+from model.control.tier_transfers import TierTransfers
 from model.engine_core import EngineCore
 from model.serve import generation
 from model.token_stream import TokenStream
@@ -23,6 +27,8 @@ from tests.kvcore.wire import sabotage as wire_sabotage
 from tests.model.control import test_scheduler_sabotage as scheduler_sabotage
 
 BUGS = {}
+_own_hash_before = tier_manager._Run._hash_before
+_UNSALTED = KVCacheManager(2, 1).open([0]).namespace_key
 
 
 def bug(part):
@@ -479,10 +485,64 @@ class NeverEnds(wire.Subscriber):
         self._transport.wake()
 
 
+@bug("tiers")
+class StartsBeforeItsBytesAreThere(TierTransfers):
+    """A load counts as done when it was begun (sglang#39830)."""
+
+    def settle(self):
+        for load in self._loads.values():
+            load.is_over = load.job.is_done = load.job.has_succeeded = True
+        return super().settle()
+
+
+@bug("tiers")
+class KeepsTheBlocksOfTheAborted(TierTransfers):
+    """A request that ends while its KV is on its way leaves its blocks behind (LMCache#4676)."""
+
+    def forget(self, request):
+        self._loads.pop(request, None)
+
+
+@bug("tiers")
+class WaitsForEver(TierTransfers):
+    """A load that never comes is waited for (vllm#45388)."""
+
+    def begin(self, request):
+        waits = super().begin(request)
+        if waits:
+            self._loads[request].deadline_s = inf
+        return waits
+
+
+@bug("tiers")
+class LeavesOutTheEndOfALoad(TierTransfers):
+    """What has come is taken for all of it."""
+
+    def begin(self, request):
+        waits = super().begin(request)
+        if waits:
+            job = self._loads[request].job
+            job.parts = job.parts[: (len(job.parts) + 1) // 2]
+        return waits
+
+
+@replaces(tier_manager._Run, "_hash_before")
+def finds_what_other_salts_have(self):
+    """Below the pool, salts are ignored (sglang#37160)."""
+    return _own_hash_before(self) if self._first else digest(_UNSALTED, "sha256")
+
+
+@replaces(StoreJob, "cancel")
+def stores_what_is_reused(self):
+    """A store goes on when its blocks have been given back."""
+
+
 def suits(name, features):
     """Whether a bug can show in runs with these features at all."""
     classes, patches = BUGS[name]
     owners = [owner for owner, _, _ in patches]
+    if "tiers" in classes or {tier_manager._Run, StoreJob} & {*owners}:
+        return bool(features.tiers)
     if {"router", "subscriber", "publisher"} & {*classes} or {subscriber, publisher} & {*owners}:
         return features.num_replicas > 1
     if Ticket in owners:

@@ -253,5 +253,5 @@ def make_kv(features, kind=kvcore.KVCacheManager):
         features.block_size,
         groups=features.groups(),
         enable_caching=features.caches,
-        record_events="xxh3-128",
+        record_events="sha256" if features.tiers else "xxh3-128",
     )

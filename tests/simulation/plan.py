@@ -34,6 +34,7 @@ class Features:
     wakes: bool = True
     replay_bytes: int = 1 << 20
     network_faults: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()
 
     def groups(self):
         """The layer groups of its allocator."""
@@ -124,7 +125,7 @@ def draw_plan(seed, *, faulty=True):
         faulty: whether anything goes wrong; clients may leave all the same.
     """
     draw = Random(seed)
-    features = _draw_features(draw)
+    features = _with_tiers(_draw_features(draw), again := Random(seed + 5))
     swarm = {
         name: draw.random() < chance
         for name, chance in [
@@ -157,6 +158,8 @@ def draw_plan(seed, *, faulty=True):
                 pause_s=draw.expovariate(500) if swarm["slow"] and draw.random() < 0.3 else 0.0,
             )
         )
+    if features.tiers:
+        asks = _asked_again(asks, again)
     faults = _draw_faults(draw, at_s, features) if faulty else ()
     return Plan(seed, features, tuple(asks), faults)
 
@@ -193,6 +196,27 @@ def _draw_features(draw):
         replay_bytes=draw.choice((0, 2000, 1 << 20)),
         network_faults=tuple(f for f in ("lose", "late", "repeat", "mute") if draw.random() < 0.4),
     )
+
+
+def _with_tiers(features, draw):
+    """The same, perhaps with host memory or a disk behind the pool, which is small then."""
+    names = draw.choice(((), (), ("host",), ("disk",), ("host", "disk")))
+    if not (names and features.caches and features.num_ranks == features.num_replicas == 1):
+        return features
+    block_size = min(features.block_size, 4)
+    small = 8 + len(features.kinds) * (2 + draw.choice((30, 50, 80)) // block_size)
+    return dataclasses.replace(features, tiers=names, num_blocks=small, block_size=block_size)
+
+
+def _asked_again(asks, draw):
+    """The same requests, many with the prompt of an earlier one, or one that goes on from it."""
+    for place, ask in enumerate(asks):
+        if place and draw.random() < 0.7:
+            earlier = asks[draw.randrange(place)]
+            prompt = earlier.prompt + tuple(_tokens(draw, draw.choice((0, 1, 6))))
+            salt = ask.salt if draw.random() < 0.3 else earlier.salt
+            asks[place] = dataclasses.replace(ask, prompt=prompt, salt=salt)
+    return asks
 
 
 def _draw_faults(draw, until_s, features):

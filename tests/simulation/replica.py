@@ -3,17 +3,20 @@
 It checks itself after steps and when it is idle; `world.py` has the rules of a whole run.
 """
 
+import asyncio
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
 from kvcore import InvariantError, KVCacheManager, wire
 from kvcore.inspect.invariants import check
-from model.async_engine import AsyncEngine, EngineState
+from model.async_engine import AsyncEngine, EngineState, NotServingError
 from model.control.config import SchedulerConfig
 from model.control.drafts import NgramDrafts
 from model.control.scheduler import Scheduler
+from model.control.tier_transfers import TierTransfers
 from model.engine_core import EngineCore
 from model.twins import TwinCore
 from tests.simulation.device import (
@@ -28,9 +31,11 @@ from tests.simulation.device import (
 from tests.simulation.http import serve
 from tests.simulation.loop import SimulatedHost
 from tests.simulation.ranks import make_groups
+from tests.simulation.tiers import make_tiers
 
 _CHECK_CHANCE = 0.01  # of a step; a run that fails is repeated with all of them checked
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
+_MOST_BUSY = 600  # the same while tiers have blocks: a store may hang for a second
 _MOST_STILL = 6  # steps in which the first in order may stand still, copies and reads included
 PATIENCE_S = 0.02  # as _MOST_ABSENT
 
@@ -86,13 +91,15 @@ class Order:
         self._waited, self._ran = frozenset(), frozenset()
         self._first, self._num_still = None, 0
 
-    def check(self, running, waiting, *, is_whole):
+    def check(self, running, waiting, *, is_whole, loading=(), is_busy=False):
         """After a step; `is_whole`: the queues too, and not only what has changed.
+
+        Those that are loading wait for their KV: others overtake them.
 
         Raises:
             ViolationError: something is out of its order, or the first stands still.
         """
-        waits = [request for request in waiting if request.leader is None]
+        waits = [r for r in waiting if r.leader is None and r not in loading]
         for request in running:
             if waits and request not in self._ran and request.leader is None:
                 before = next((w for w in waits if w in self._waited), None)
@@ -104,7 +111,7 @@ class Order:
             first.num_preemptions, first.is_expecting,
         )  # fmt: skip
         self._num_still = self._num_still + 1 if first and state == self._first else 0
-        if self._num_still > _MOST_STILL:
+        if self._num_still > (_MOST_BUSY if is_busy else _MOST_STILL):
             raise ViolationError(f"order: {first!r} is the first, and stands still")
         self._first, self._waited, self._ran = state, frozenset(waits), frozenset(running)
         for queue in (running, waiting) if is_whole else ():
@@ -184,10 +191,11 @@ class Replica:
             num_host_blocks=features.num_host_blocks,
             draft_tokens=3,
         )
+        tiers = make_tiers(self.run.plan, self.host, kv, device, bug.get("tiers", TierTransfers))
         plans = bug.get("scheduler", Scheduler)(
-            kv, config, NgramDrafts() if features.drafts else None
+            kv, config, NgramDrafts() if features.drafts else None, tiers
         )
-        made = Texts(), kv, plans, device, NoGrammars(), VOCABULARY
+        made = Texts(), kv, plans, device, NoGrammars(), VOCABULARY, tiers
         if group is None:
             return type("Core", (Checked, bug.get("core", EngineCore)), {})(*made)
         twin = type("Twin", (Checked, bug.get("twin", TwinCore), EngineCore), {})
@@ -219,7 +227,15 @@ class Replica:
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
         is_checked = self.run.checks_all or self._checks.random() < _CHECK_CHANCE
-        self._order.check(self.core.running, self.core.waiting, is_whole=is_checked)
+        tiers = self.core.tiers
+        loading, is_busy = ((), False) if tiers is None else (tiers.requests, tiers.is_busy)
+        self._order.check(
+            self.core.running,
+            self.core.waiting,
+            is_whole=is_checked,
+            loading=loading,
+            is_busy=is_busy,
+        )
         if is_checked:
             self.check_pools()
             if self._network is None:
@@ -242,7 +258,10 @@ class Replica:
         """
         if not self.is_over and self.engine.health.state is not EngineState.STOPPED:
             await idle(self)
-            await self.engine.call(lambda engine: None)
+            with suppress(*([] if self.core.tiers is None else [NotServingError])):
+                await self.engine.call(lambda engine: None)  # else a fault is ending it just now
+            while self.core.tiers is not None and self.core.tiers.is_busy:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
             self._check_nothing_kept()
         if self.engine.health.state is EngineState.RECOVERING:
             raise ViolationError("the engine computes, and takes no requests")

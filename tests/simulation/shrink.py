@@ -13,7 +13,7 @@ _DRAWS = 3
 _PLAIN_FEATURES = {
     "speaks_http": False, "num_ranks": 1, "drafts": False, "most_deferred": 0,
     "num_host_blocks": 0, "kinds": ("full",), "watermark": 0.0, "max_waiting": 1000,
-    "max_num_seqs": 64, "max_num_batched_tokens": 256,
+    "max_num_seqs": 64, "max_num_batched_tokens": 256, "tiers": (),
 }  # fmt: skip
 _PLAIN_ASK = {
     "num_samples": 1, "priority": 0, "salt": "", "stop": (), "ignores_eos": True, "retains": False,

@@ -41,6 +41,9 @@ _FROM = {  # the first seed that shows a bug
     "DraftsBeforeOthersAreServed": 11, "FindsShortTextsForLongOnes": 4, "DeafFollower": 6,
     "GaplessFollower": 6, "ImpatientFollower": 0, "EarlyHistory": 91, "BlindEncoder": 31,
     "OneSpaceIndex": 31, "KeepingIndex": 3,
+    "StartsBeforeItsBytesAreThere": 4, "LeavesOutTheEndOfALoad": 4,
+    "finds_what_other_salts_have": 7, "stores_what_is_reused": 28, "WaitsForEver": 382,
+    "KeepsTheBlocksOfTheAborted": 5,
 }  # fmt: skip
 
 

@@ -26,9 +26,11 @@ from tests.simulation.http import RefusedError, complete
 from tests.simulation.loop import DeadlockError, SimulatedHost, SimulatedLoop
 from tests.simulation.plan import FLEET_FAULTS
 from tests.simulation.replica import PATIENCE_S, Replica
+from tests.simulation.tiers import HANGS_S
 
 _RETENTION = Retention(0, 8, 1, 5)
 _RETRIES = 4
+_BUSY_S = 3.0  # in which stores that hang are given up
 _RECOVERY_STEPS = 4  # of the device, from one that fails to the end of those that try it
 _PAUSE_S = 0.005  # before a request is sent again
 _LOST = "the replica was lost"
@@ -189,6 +191,7 @@ class Run:
         """Time in which everything ends: all of it one after another, several times over."""
         tokens = sum((len(a.prompt) + a.max_tokens) * a.num_samples for a in self.plan.asks)
         pauses = sum(a.pause_s * a.max_tokens * a.num_samples for a in self.plan.asks)
+        pauses += _BUSY_S * bool(self.plan.features.tiers)
         allowed_s = 1.0 + pauses + 0.01 * tokens
         return _RETRIES * allowed_s + (self.plan.asks[-1].at_s if self.plan.asks else 0.0)
 
@@ -347,7 +350,8 @@ class Run:
         for replica in self.replicas:
             if not replica.host.is_killed:
                 await replica.settle(self._idle)
-        await asyncio.sleep(0.001)  # the thread says so just before its end
+        # The threads end just after that, those of tiers when their device answers.
+        await asyncio.sleep(2 * max(HANGS_S) if self.plan.features.tiers else 0.001)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             raise ViolationError(f"tasks are left: {others}")

@@ -1,0 +1,413 @@
+"""Host memory and disk behind the engine's cache: the same tokens, found again, whatever fails."""
+
+import errno
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+import backends
+import kvcore
+from kvcore.tiers import Folder
+from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
+from model.caches import tiers as tiers_module
+from model.caches.tiers import HostBlocks, StreamBlocks
+from model.control.submission import salted
+from model.control.tier_transfers import TransferCosts
+from model.engine import Engine
+from tests.model.networks import build
+from tests.model.recurrent_networks import engine_of
+
+SYSTEM = [*b"you are an agent that works on files; "]
+SIZES = {"num_blocks": 36, "block_size": 4, "swap_memory_bytes": 0, "disk_bytes": 1 << 30}
+GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def always_worth(monkeypatch):
+    """Networks this small compute faster than they load: what is found is loaded all the same.
+
+    A load is waited for on a machine that is busy too.
+    """
+    monkeypatch.setattr(TransferCosts, "is_worth", lambda *_: True)
+    monkeypatch.setattr(TransferCosts, "deadline_s", lambda *_: 60.0)
+
+
+@pytest.fixture(params=["read at once", "read late"])
+def is_async(request):
+    return request.param == "read late"
+
+
+def make(kind="qwen3", seed=25, **sizes):
+    sizes = {**SIZES, **sizes}
+    if sizes.get("disk") is None:
+        del sizes["disk_bytes"]
+    sizes = {name: str(one) if isinstance(one, Path) else one for name, one in sizes.items()}
+    return Engine(build(kind, seed), backends.get_backend("numba"), EngineConfig(**sizes))
+
+
+def turns(num_agents=6, num_turns=3):
+    """Agents in turn, each with its own growing context: several times the pool."""
+    draw = torch.Generator().manual_seed(3)
+    texts = [[*SYSTEM] for _ in range(num_agents)]
+    for _ in range(num_turns):
+        for text in texts:
+            text.extend(torch.randint(97, 122, (13,), generator=draw).tolist())
+            yield [*text]
+
+
+def run(engine, prompts=None, **fields):
+    """The tokens of prompts one after another."""
+    told = []
+    for prompt in turns() if prompts is None else prompts:
+        [request] = engine.submit(Submission(prompt, GREEDY, **fields))
+        while not request.is_finished:
+            engine.step()
+        told.append(request.output_tokens)
+        kvcore.check(engine.kv)
+        while engine.tiers is not None and engine.tiers._stores:
+            engine.tiers.wait()
+            engine.tend()
+    return told
+
+
+def drain(engine):
+    """Wait until everything is stored."""
+    while engine.tiers.is_busy:
+        engine.tiers.wait()
+        engine.tend()
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "both"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_a_trace_of_several_pools_gives_the_tokens_of_no_tiers(kind, where, is_async, tmp_path):
+    named = {
+        "host_memory_bytes": 1 << 24 if where != "disk" else None,
+        "disk": tmp_path if where != "host" else None,
+    }
+    engine = make(kind, async_scheduling=is_async, sanitize=True, **named)
+    assert run(engine) == run(make(kind, num_blocks=400))
+    drain(engine)
+    assert engine.tiers.stats.num_loaded_tokens > 200
+    assert engine.tiers.stats.num_late_loads == engine.tiers.stats.num_failed_loads == 0
+    engine.end()
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("Qwen3_5TextConfig", marks=pytest.mark.slow), "JambaConfig"]
+)
+def test_states_are_loaded_like_blocks(kind, tmp_path):
+    texts = [*turns(3, 3)]
+    wanted = [one.request.output_tokens for one in engine_of(kind).generate(texts, GREEDY)]
+    for num_loads in (0, 1):
+        engine = engine_of(kind, disk=str(tmp_path), max_num_batched_tokens=16)
+        assert run(engine, texts) == wanted
+        engine.end()
+        assert engine.tiers.stats.num_loads >= num_loads
+        assert engine.tiers.stats.num_failed_loads == 0
+
+
+def test_many_at_once_with_chunks_samples_and_preemptions_give_the_same(is_async, tmp_path):
+    prompts = [*turns(8, 2)]
+    small = make(
+        disk=tmp_path,
+        async_scheduling=is_async,
+        max_num_batched_tokens=16,
+        host_memory_bytes=50_000,
+    )
+    for _ in range(2):
+        got = small.generate(prompts, GREEDY)
+        large = make(num_blocks=400).generate(prompts, GREEDY)
+        assert [g.request.output_tokens for g in got] == [o.request.output_tokens for o in large]
+    assert small.stats.num_preemptions > 0
+    assert small.tiers.stats.num_loads > 0
+    samples = small.submit(Submission(prompts[0], GREEDY, num_samples=3))
+    while small.has_unfinished:
+        small.step()
+    assert len({tuple(request.output_tokens) for request in samples}) == 1
+    drain(small)
+
+
+def test_a_new_process_finds_what_the_last_one_stored(tmp_path):
+    prompt = [*turns(1, 3)][-1]
+    first = make(disk=tmp_path)
+    wanted = run(first, [prompt])
+    first.end()
+    second = make(disk=tmp_path)
+    [request] = second.submit(Submission(prompt, GREEDY))
+    outputs = second.step()
+    assert request.sequence is None  # it waits, and computes nothing meanwhile
+    while second.has_unfinished:
+        outputs += second.step()
+    assert [request.output_tokens] == wanted
+    assert request.num_loaded_tokens == request.num_cached_tokens == (len(prompt) - 1) // 4 * 4
+    assert second.stats.num_hit_tokens == request.num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 26}, {"kind": "llama"}, {"block_size": 8}, {"batch_invariant": True}],
+    ids=["other weights", "another network", "another block size", "batch invariant"],
+)
+def test_copies_of_another_meaning_are_a_miss(other, tmp_path):
+    prompts = [*turns(1, 3)]
+    first = make(disk=tmp_path)
+    run(first, prompts)
+    first.end()
+    second = make(disk=tmp_path, **other)
+    kind, seed = other.pop("kind", "qwen3"), other.pop("seed", 25)
+    assert run(second, prompts) == run(make(kind, seed, **other), prompts)
+    assert second.tiers.stats.num_loads == 0
+    assert second.tiers.tiers.tiers[0].stats.faults["foreign"] > 0
+
+
+def test_a_salt_finds_only_its_own_copies(tmp_path):
+    prompt = [*turns(1, 3)][-1]
+    first = make(disk=tmp_path)
+    run(first, [prompt], namespace=salted("one"))
+    first.end()
+    second = make(disk=tmp_path)
+    for salt, num_loads in (("", 0), ("two", 0), ("one", 1)):
+        run(second, [prompt], namespace=salted(salt))
+        assert second.tiers.stats.num_loads == num_loads
+
+
+def test_an_image_finds_only_its_own_copies(tmp_path):
+    prompt = [*turns(1, 3)][-1]
+    items = [kvcore.MultimodalItem(bytes([n] * 16), 8, 8) for n in range(2)]
+    first = make(disk=tmp_path)
+    run(first, [prompt], items=items[:1])
+    first.end()
+    second = make(disk=tmp_path)
+    [request] = second.submit(Submission(prompt, GREEDY, items=items[1:]))
+    while second.has_unfinished:
+        second.step()
+    assert request.num_loaded_tokens == 8  # those before it
+    second.kv.reset()
+    second.end()
+
+
+def segments(path):
+    return sorted((path / "kvcore-tier").glob("*.kvseg"))
+
+
+def test_a_corrupted_folder_is_computed_again(tmp_path):
+    prompts = [*turns(2, 3)]
+    first = make(disk=tmp_path)
+    wanted = run(first, prompts)
+    first.end()
+    for path in segments(tmp_path):
+        data = bytearray(path.read_bytes())
+        for place in range(5000, len(data), 9000):
+            data[place] ^= 1
+        path.write_bytes(data)
+    second = make(disk=tmp_path)
+    assert run(second, prompts) == wanted
+    stats = second.tiers.tiers.tiers[0].stats
+    assert sum(stats.faults.values()) > 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_is_full_or_fails_costs_nothing_but_its_copies(code, tmp_path, monkeypatch):
+    wanted = run(make())
+    engine = make(disk=tmp_path)
+
+    def fail(*_):
+        raise OSError(code, "injected")
+
+    monkeypatch.setattr(Folder, "write", fail)
+    assert run(engine) == wanted
+    drain(engine)
+    assert not engine.tiers.stats.num_loads
+
+
+def test_a_folder_that_is_removed_while_running_costs_nothing_but_its_copies(tmp_path):
+    prompts = [*turns()]
+    engine = make(disk=tmp_path / "cache")
+    got = run(engine, prompts[:9])
+    shutil.rmtree(tmp_path / "cache")
+    assert got + run(engine, prompts[9:]) == run(make(), prompts)
+    drain(engine)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Loads that do not go on before `held.set()`."""
+    event, load = threading.Event(), HostBlocks.load
+
+    def wait(self, job, mark):
+        event.wait(20)
+        load(self, job, mark)
+
+    monkeypatch.setattr(HostBlocks, "load", wait)
+    yield event
+    event.set()
+
+
+def restarted(tmp_path, prompts, **sizes):
+    """An engine whose folder has what these prompts need, and their tokens."""
+    first = make(disk=tmp_path)
+    wanted = run(first, prompts)
+    first.end()
+    return make(disk=tmp_path, **sizes), wanted
+
+
+def test_a_request_that_ends_while_it_waits_gives_everything_back(held, tmp_path, is_async):
+    prompts = [*turns(2, 2)]
+    engine, wanted = restarted(tmp_path, prompts, async_scheduling=is_async)
+    [request] = engine.submit(Submission(prompts[-1], GREEDY))
+    engine.step()
+    assert request in engine.tiers
+    assert request.sequence is None
+    assert engine.kv.num_free_blocks < engine.kv.num_usable_blocks
+    assert engine.abort(request)
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    kvcore.check(engine.kv)
+    held.set()
+    assert run(engine, prompts) == wanted
+
+
+def test_those_behind_a_request_that_waits_go_on(held, tmp_path):
+    prompts = [*turns(1, 2)]
+    engine, wanted = restarted(tmp_path, prompts, max_num_seqs=1)
+    [waits] = engine.submit(Submission(prompts[-1], GREEDY))
+    engine.step()
+    assert waits in engine.tiers
+    assert run(engine, [[*b"something else"]]) == run(make(), [[*b"something else"]])
+    assert not waits.is_finished
+    held.set()
+    while engine.has_unfinished:
+        engine.step()
+    assert [waits.output_tokens] == wanted[-1:]
+    assert waits.num_loaded_tokens > 0
+
+
+def test_a_load_that_never_comes_is_computed(held, tmp_path, monkeypatch):
+    prompts = [*turns(1, 2)]
+    engine, wanted = restarted(tmp_path, prompts)
+    monkeypatch.setattr(TransferCosts, "deadline_s", lambda *_: 0.05)
+    assert run(engine, prompts) == wanted
+    assert (engine.tiers.stats.num_late_loads, engine.tiers.stats.num_loads) == (2, 0)
+    held.set()
+    engine.end()
+
+
+def test_a_running_request_takes_the_blocks_of_a_load_behind_it(held, tmp_path):
+    prompts = [*turns(2, 2)]
+    engine, wanted = restarted(tmp_path, prompts, num_blocks=34)
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    [first] = engine.submit(Submission([*b"first"], long))
+    [behind] = engine.submit(Submission(prompts[-1], GREEDY))
+    engine.step()
+    assert behind in engine.tiers
+    while not first.is_finished:
+        engine.step()
+    assert first.num_preemptions == 0
+    held.set()
+    while engine.has_unfinished:
+        engine.step()
+    assert [behind.output_tokens] == wanted[-1:]
+
+
+def test_a_step_that_fails_leaves_nothing_on_its_way(held, tmp_path, monkeypatch):
+    prompts = [*turns(1, 2)]
+    engine, wanted = restarted(tmp_path, prompts)
+    engine.submit(Submission(prompts[-1], GREEDY))
+    engine.step()
+    engine.submit(Submission([*b"something else"], GREEDY))
+    monkeypatch.setattr(engine._runner, "send", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert not engine.has_unfinished
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    monkeypatch.undo()
+    held.set()
+    assert run(engine, prompts) == wanted
+
+
+@pytest.mark.parametrize("part_bytes", [1, 1 << 20], ids=["a block at once", "all at once"])
+def test_whole_jobs_move_the_same_bytes(part_bytes, tmp_path, monkeypatch):
+    def stream_blocks(caches, began, lock):
+        return StreamBlocks(caches.storages, began, lock, part_bytes=part_bytes)
+
+    monkeypatch.setattr(tiers_module, "device_of", stream_blocks)
+    engine = make(disk=tmp_path, sanitize=True)
+    assert run(engine) == run(make())
+    drain(engine)
+    assert engine.tiers.stats.num_loaded_tokens > 200
+    assert engine.tiers.stats.num_failed_loads == 0
+
+
+def test_a_folder_has_one_process_and_replicas_a_folder_each(tmp_path):
+    first = make(disk=tmp_path / "a")
+    with pytest.raises(InvalidArgumentError, match=r"^disk: .* is in use by another process$"):
+        make(disk=tmp_path / "a")
+    first.end()
+    replicas = [make(disk=tmp_path / "b", shares_disk=True) for _ in range(2)]
+    assert sorted(one.name for one in (tmp_path / "b").iterdir()) == ["replica-0", "replica-1"]
+    for one in replicas:
+        one.end()
+
+
+def test_bad_input_names_its_setting(tmp_path):
+    (tmp_path / "file").touch()
+    for fields, wanted in [
+        ({"disk": tmp_path / "file"}, "^disk: .*cannot be used: Not a directory"),
+        ({"disk": tmp_path, "disk_bytes": 100}, "^disk_bytes: wanted a capacity of at least"),
+        ({"host_memory_bytes": 100}, "^host_memory_bytes: wanted room for a copy of"),
+        ({"host_memory_bytes": 0}, "^host_memory_bytes: "),
+        ({"disk": tmp_path, "enable_prefix_caching": False}, "^disk: wanted prefix caching"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=wanted):
+            make(**fields)
+
+
+def test_another_version_is_refused_in_a_line(tmp_path):
+    engine, _ = restarted(tmp_path, [[*SYSTEM]])
+    engine.end()
+    path = segments(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[8] = 9
+    data[24:32] = xxhash.xxh3_64_intdigest(bytes(data[:24])).to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(InvalidArgumentError, match=r"^disk: the folder has segments of version 9"):
+        make(disk=tmp_path)
+
+
+def test_without_tiers_nothing_is_loaded_or_watched():
+    engine = make()
+    assert engine.tiers is None
+    assert engine.kv.pool.watcher is None
+    code = "import sys, model.engine_core; print('kvcore.tiers' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "False"
+
+
+class Found:
+    """What `TierManager.find` says of 100 tokens in 10 copies on a disk."""
+
+    num_device_tokens, num_tokens, num_copies = 0, 100, {"disk": 10}
+
+
+def test_a_load_is_chosen_where_it_was_measured_to_be_quicker(monkeypatch):
+    monkeypatch.undo()
+    costs = TransferCosts(1000)
+    assert costs.is_worth(Found, 0.0)  # nothing is known
+    costs.note_step(100, 1.0)
+    assert costs.is_worth(Found, 0.0)
+    costs.note_load({"disk": 10}, 0.5)
+    assert costs.is_worth(Found, 0.4)
+    assert not costs.is_worth(Found, 0.7)
+    costs.note_load({"disk": 10}, 40.0)
+    assert not costs.is_worth(Found, 0.0)
+    refusals = 0
+    while not costs.is_worth(Found, 0.0):
+        refusals += 1
+    assert 0 < refusals < 100  # a slow moment is forgotten
+    assert costs.deadline_s(1000, 10) == pytest.approx(10.0)

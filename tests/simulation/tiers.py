@@ -1,0 +1,114 @@
+"""Host memory and a disk behind the pool of a replica, slow and with faults, in simulated time.
+
+A block travels as the number of what it held. A tier takes some time for each copy, and now and
+then so long that the load is given up; the disk has the faults of `tests/kvcore/tiers`.
+"""
+
+from random import Random
+
+from kvcore.tiers import DiskTier, HostTier, TierManager
+from model.control.tier_transfers import TierTransfers, TransferCosts
+from tests.kvcore.tiers.faulty_disk import READS, WRITES, FaultyDisk
+
+BLOCK_BYTES = 8
+PATIENCE_S = 0.004
+HANGS_S = 0.05, 30.0
+
+
+class Costs(TransferCosts):
+    """Loads are always worth it, and given up soon."""
+
+    def is_worth(self, found, waiting_s):
+        del found, waiting_s
+        return True
+
+    def deadline_s(self, num_tokens, num_copies):
+        del num_tokens, num_copies
+        return PATIENCE_S
+
+
+class SlowTier:
+    """A tier that takes time.
+
+    Args:
+        tier: the tier.
+        host: whose threads wait.
+        draw: decides how long, and what goes wrong.
+        disk: gets the faults; None: there are none.
+    """
+
+    def __init__(self, tier, host, draw, disk=None):
+        self._tier, self._host, self._draw, self._disk = tier, host, draw, disk
+
+    def __getattr__(self, name):
+        return getattr(self._tier, name)
+
+    def get(self, key, length):
+        self._pass(READS, "read_faults")
+        return self._tier.get(key, length)
+
+    def put(self, key, payload, priority, epoch):
+        self._pass(WRITES, "write_faults")
+        return self._tier.put(key, payload, priority, epoch)
+
+    def _pass(self, kinds, faults):
+        draw = self._draw
+        if self._disk is not None and draw.random() < 0.03:
+            getattr(self._disk, faults).append(draw.choice(kinds))
+        if self._host.loop.is_thread():  # the loop never waits for a tier
+            hangs = draw.random() < 0.002
+            self._host.loop.sleep(draw.choice(HANGS_S) if hangs else draw.expovariate(20_000))
+
+
+class TierDevice:
+    """Runs jobs on a `Device`, which remembers what its slots hold."""
+
+    def __init__(self, device, host, draw):
+        self._device, self._host, self._draw = device, host, draw
+        self._contents = []
+
+    def mark(self):
+        return None
+
+    def began(self, job):
+        for block in job.lease.blocks:  # as `Device` spoils: nothing may be read before it is there
+            self._device.set_block(block.block_id, ["on its way"] * self._device.size)
+
+    def load(self, job, mark):
+        del mark
+        self._host.loop.sleep(self._draw.expovariate(5_000))
+        job.run()
+
+    def store(self, job, mark):
+        del mark
+        self._host.loop.sleep(self._draw.expovariate(5_000))
+        job.run()
+
+    def gave_up(self):
+        pass
+
+    def read_block(self, block_id):
+        self._contents.append(self._device.block(block_id))
+        return (len(self._contents) - 1).to_bytes(BLOCK_BYTES, "little")
+
+    def write_block(self, block_id, data):
+        self._device.set_block(block_id, self._contents[int.from_bytes(data, "little")])
+
+
+def make_tiers(plan, host, kv, device, kind=TierTransfers):
+    """The tiers of a run; None: it has none."""
+    names = plan.features.tiers
+    if not names:
+        return None
+    draw = Random(plan.seed + 7)
+    tiers = []
+    if "host" in names:
+        tiers.append(SlowTier(HostTier(draw.choice((20, 2000)) * (BLOCK_BYTES + 512)), host, draw))
+    if "disk" in names:
+        disk = FaultyDisk()
+        made = DiskTier("", draw.choice((12_000, 200_000)), segments=disk)
+        tiers.append(SlowTier(made, host, draw, disk if draw.random() < 0.5 else None))
+    mover = TierDevice(device, host, draw)
+    meaning = {"weights": "simulated"}
+    manager = TierManager(kv, tiers, mover, block_bytes=BLOCK_BYTES, meaning=meaning)
+    return kind(manager, mover, Costs(BLOCK_BYTES), host)
