@@ -114,8 +114,9 @@ def completions(service: Service) -> APIRouter:
             params = body.sampling(max_tokens, body.logprobs)
         except InvalidArgumentError as error:
             raise api_error(error, names) from error
+        adapter = service.adapter(body.model)
         asked = Asked(
-            submissions=[body.submission(prompt, params) for prompt in prompts],
+            submissions=[body.submission(prompt, params, adapter) for prompt in prompts],
             streams=bool(body.stream),
             names=names,
         )
