@@ -52,7 +52,7 @@ from kvcore.tables.groups import LayerGroup, attention_groups, resolve_groups
 from kvcore.tables.state_table import StateTable, new_states
 from kvcore.verbs import load as loading
 from kvcore.verbs import rewind, share, states
-from kvcore.verbs import step as forward
+from kvcore.verbs import step as stepping
 from kvcore.verbs.peaks import blocks_still_taken
 from kvcore.verbs.write import write_rows
 
@@ -297,7 +297,7 @@ class KVCacheManager:
             if seq.state is None or seq.state.write:
                 seq.find_limits(self.max_model_len)
                 return self._no_growth
-        return forward.grow(self.pool, seq, total, self.max_model_len)
+        return stepping.grow(self.pool, seq, total, self.max_model_len)
 
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
         """Return whether enough blocks are free for `reserve` with these arguments. O(groups).
@@ -384,7 +384,7 @@ class KVCacheManager:
         first = None if start is None else as_int("start", start, 0)
         self._check_open(seq)
         check_expected(seq, len(packed), first)
-        forward.resolve(self.pool, seq, packed.tolist(), self.max_model_len)
+        stepping.resolve(self.pool, seq, packed.tolist(), self.max_model_len)
 
     def tell(self, seq: KVSequence, tokens: Tokens, *, start: SupportsIndex | None = None) -> None:
         """Do what `resolve` does. Deprecated."""
@@ -419,7 +419,7 @@ class KVCacheManager:
         else:
             count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        forward.commit(self.pool, seq, count, self.max_model_len)
+        stepping.commit(self.pool, seq, count, self.max_model_len)
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
@@ -742,7 +742,7 @@ class KVCacheManager:
         known = [1] * count if num_known is None else as_counts("num_known", num_known, count)
         if len(became_known) != (count if num_known is None else sum(known)):
             check_sum(became_known, known)  # raises
-        moves = forward.Moves(
+        moves = stepping.Moves(
             became_known,
             known,
             None if num_computed is None else as_counts("num_computed", num_computed, count),
@@ -750,7 +750,7 @@ class KVCacheManager:
             None if num_reserved is None else as_counts("num_reserved", num_reserved, count),
         )
         self._check_step(running)  # last: what an `__index__` does must not come after it
-        return forward.step(self.pool, running, moves, self.max_model_len)
+        return stepping.step(self.pool, running, moves, self.max_model_len)
 
     def decode_step(self, seqs: Sequence[KVSequence], tokens: Tokens) -> tuple[Growth, ...]:
         """Commit all tokens of every sequence, and append one with a reserved slot to each.

@@ -3,8 +3,9 @@
 Decides which block is allocated next. A block is free or held, and a published block can be hit
 whether it is free or not. It loses its content (is *evicted*) only when it is reused. Free blocks
 without content are reused first, the last released first, because nothing is lost with them; then
-published blocks, least recently used first; then blocks with a retention priority. Callers release
-the blocks of a sequence tail first, so that a shared prefix outlives its continuations.
+blocks that were never held, by id; then published blocks, least recently used first; then blocks
+with a retention priority. Callers release the blocks of a sequence tail first, so that a shared
+prefix outlives its continuations.
 
 Invariants: every call checks and allocates first and changes state afterwards, and a change only
 sets existing links, counters and entries: a call that raises, for whatever reason, has changed
@@ -225,13 +226,13 @@ class BlockPool:
 
     def exchange(self, blocks: list[Block], released: list[Block]) -> None:
         """Do what `hand_out` and then `give_back` do, or nothing. O(blocks)."""
-        pending = self._let_go(released, is_own=True)
+        pending = self._begin_release(released, is_own=True)
         try:
             self.hand_out(blocks, len(pending.empty))
         except BaseException:
             self._take_back(pending)
             raise
-        self._let_leave(pending)
+        self._end_release(pending)
 
     def _evict(self, blocks: list[Block]) -> None:
         """Allocate the next free blocks that have content. Fails before it changes anything."""
@@ -292,7 +293,7 @@ class BlockPool:
             for block in blocks:
                 block.ref_count += 1
         if idle:
-            self._leave(idle)
+            self._unqueue(idle)
         for block, terms in kept:
             self.idle_blocks.set_terms(block, terms)
 
@@ -316,17 +317,17 @@ class BlockPool:
                 block.ref_count = 0
                 self.num_used_blocks -= 1
                 return
-        self._let_leave(self._let_go(list(blocks)))
+        self._end_release(self._begin_release(list(blocks)))
 
     def give_back(self, blocks: list[Block]) -> None:
         """Release distinct blocks that are known to belong to this pool. O(len(blocks)).
 
         Written out for the case where each has one holder and no content is lost: half the time of
-        `_let_go` for a few blocks. If any block of a sequence has others, its first has, the last
-        one here; this is only a hint.
+        `_begin_release` for a few blocks. If any block of a sequence has others, its first has, the
+        last one here; this is only a hint.
         """
         if self.is_uneven or not blocks or blocks[-1].ref_count != 1:
-            self._let_leave(self._let_go(blocks, is_own=True))
+            self._end_release(self._begin_release(blocks, is_own=True))
             return
         empty: list[Block] = []
         waiting = iter(blocks)
@@ -344,7 +345,7 @@ class BlockPool:
             raise
         if is_shared:
             self._hold_again(blocks[: -1 - length_hint(waiting)])
-            self._let_leave(self._let_go(blocks, is_own=True))
+            self._end_release(self._begin_release(blocks, is_own=True))
             return
         try:
             content = blocks[len(empty) :]
@@ -356,7 +357,7 @@ class BlockPool:
             raise
         self.num_used_blocks -= len(empty)
         if content:
-            self._put_back(content)
+            self._queue_freed(content)
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Remove invalid content from blocks, then release `released`.
@@ -374,7 +375,7 @@ class BlockPool:
         try:
             self.empty_blocks += idle
             self._note_lost(losing)
-            pending = self._let_go(list(released), losing)
+            pending = self._begin_release(list(released), losing)
         except BaseException:
             self._take_back(before)
             raise
@@ -383,7 +384,7 @@ class BlockPool:
         self._lose(losing)
         for block in idle:
             block.group = 0
-        self._let_leave(pending)
+        self._end_release(pending)
 
     def keep(self, block: Block, terms: Sequence[RetentionTerm]) -> None:
         """Keep a held, published block longer than others, once it is free. O(terms).
@@ -402,14 +403,14 @@ class BlockPool:
 
         O(n log n) of the expired blocks. Raises like `release`.
         """
-        pending = self._let_go(list(released))
+        pending = self._begin_release(list(released))
         try:
             self.idle_blocks.expire(self.step + num_steps)
         except BaseException:
             self._take_back(pending)
             raise
         self.step += num_steps
-        self._let_leave(pending)
+        self._end_release(pending)
 
     def clear(self, *, canonical_order: Flag = False) -> int:
         """Forget all published content at once; return how many blocks held some.
@@ -605,7 +606,7 @@ class BlockPool:
         if len(made) < num_blocks:
             made.extend([Block(block_id) for block_id in range(len(made), num_blocks)])
 
-    def _leave(self, idle: list[Block]) -> None:
+    def _unqueue(self, idle: list[Block]) -> None:
         """Remove free blocks with content from the free queue. Cannot fail."""
         if self.lifetimes is not None:
             for block in idle:
@@ -624,13 +625,13 @@ class BlockPool:
             for block in blocks:
                 block.group = 0
 
-    def _let_go(
+    def _begin_release(
         self, released: list[Block], losing: Sequence[Block] = (), *, is_own: bool = False
     ) -> PendingRelease:
         """Remove a holder from each block, or from none: the part that can fail. O(len(released)).
 
-        `_let_leave` completes it and `_take_back` undoes it. Blocks in `losing`, and blocks that no
-        hit can use, lose their content. `is_own`: the blocks are known to belong to this pool.
+        `_end_release` completes it and `_take_back` undoes it. Blocks in `losing`, and blocks that
+        no hit can use, lose their content. `is_own`: the blocks are known to belong to this pool.
         """
         pending = PendingRelease(released, len(self.empty_blocks), self.last_event)
         freed = self._uncount(released, is_own=is_own)
@@ -661,14 +662,14 @@ class BlockPool:
         pending.empty = [block for block in freed if block.node is None or block in lost]
         pending.content = [block for block in pending.content if block not in lost]
 
-    def _let_leave(self, pending: PendingRelease) -> None:
+    def _end_release(self, pending: PendingRelease) -> None:
         """Complete a release: put the freed blocks in the free queue. Cannot fail. O(blocks)."""
         if pending.passing:
             self._lose(pending.passing)
         if pending.empty:
             self._count_emptied(pending.empty)
         if pending.content:
-            self._put_back(pending.content)
+            self._queue_freed(pending.content)
 
     def _take_back(self, pending: PendingRelease) -> None:
         """Undo a pending release. Cannot fail. O(blocks)."""
@@ -750,7 +751,7 @@ class BlockPool:
                 self.num_deferred_blocks -= 1
             block.ref_count += 1
 
-    def _put_back(self, freed: list[Block]) -> None:
+    def _queue_freed(self, freed: list[Block]) -> None:
         """Put freed blocks with content into the free queue. Cannot fail."""
         self.num_used_blocks -= len(freed)
         if self.is_uneven:

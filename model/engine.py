@@ -7,7 +7,8 @@ Does not know: how blocks are found (`kvcore`), how attention is computed (`back
 a command line.
 """
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
@@ -18,7 +19,9 @@ from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.config import EngineConfig, SchedulerConfig
 from model.control.drafts import Drafter, NgramDrafts
 from model.control.params import SamplingParams
+from model.control.request import Request
 from model.control.scheduler import Scheduler
+from model.control.submission import Submission
 from model.engine_core import EngineCore
 from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.forward.batch_invariant import BatchInvariantNetwork
@@ -84,6 +87,8 @@ class Engine(EngineCore):
             watched = cast("backends.Backend", self._sanitizer or backend)
             self.network = _network(model, watched, self.config)
             self.config = _fitted(self.config, self.network)
+            if self.config.lora:
+                _add_adapters(self.network, model, self.config.lora)
             ahead = _draft_network(model, backend, self.config)
             self.memory = _allocate(model, self.network, ahead, self.config)
         else:
@@ -132,6 +137,26 @@ class Engine(EngineCore):
         scheduler = Scheduler(kv, self._limits(model.max_positions), drafter, tiers)
         size = self.network.vocab_size
         super().__init__(model, kv, scheduler, self._runner, grammars, size, tiers)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The LoRA adapters that requests may ask for. O(adapters)."""
+        return () if self.network.adapters is None else self.network.adapters.names
+
+    def submit(self, asked: Submission) -> list[Request]:
+        """Queue a submission: a request for each sample. O(samples * prompt).
+
+        Raises:
+            InvalidArgumentError: as `EngineCore.submit`, or an adapter that `lora` does not name.
+        """
+        name = getattr(asked.namespace, "lora_name", None)
+        if name is not None:
+            if self.network.adapters is None:
+                raise InvalidArgumentError(
+                    f"lora_name: wanted None, since there are no adapters (--lora), got {name!r}"
+                )
+            asked = replace(asked, namespace=self.network.adapters.resolve(asked.namespace))
+        return super().submit(asked)
 
     def _open_tiers(self, model: LoadedModel, kv: kvcore.KVCacheManager) -> "TierTransfers":
         """Open host memory and disk behind the caches. Reads all weights once.
@@ -196,7 +221,7 @@ class Engine(EngineCore):
         )
         self._runner.use(prepared)
         ahead = None if self.draft is None else self.draft.prepare()
-        sizes = dataclasses.replace(
+        sizes = replace(
             self.config.without_tiers(),
             enable_prefix_caching=False,
             record_events=False,
@@ -210,9 +235,7 @@ class Engine(EngineCore):
         answer = min(2 + self.config.most_drafts, room)  # with draft tokens
         if answer > 0:
             prompts = [[0] * min(_TRIED_TOKENS, room + 1 - answer)] * len(_TRIED)
-            trial.generate(
-                prompts, [dataclasses.replace(each, max_tokens=answer) for each in _TRIED]
-            )
+            trial.generate(prompts, [replace(each, max_tokens=answer) for each in _TRIED])
         if self.network.device.type == "cuda" and answer > 0:  # where a long step takes no time
             longest = min(self.config.max_num_batched_tokens, room)
             trial.generate([[0] * longest], SamplingParams(max_tokens=1, ignore_eos=True))
@@ -289,10 +312,16 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
     return network
 
 
+def _add_adapters(network: PagedNetwork, model: LoadedModel, texts: Sequence[str]) -> None:
+    if model.ranks is not None:
+        raise UnsupportedModelError("lora: wanted a whole network, several ranks share this one")
+    network.add_adapters(texts)
+
+
 def _fitted(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
     """The configuration with blocks that hold what recurrent layers keep."""
     block_size = network.layout.fitting_block_size(config.block_size)
-    return dataclasses.replace(config, block_size=block_size)
+    return replace(config, block_size=block_size)
 
 
 def _limited(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
@@ -300,7 +329,7 @@ def _limited(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
     least = 1 + network.layout.blocks_per_state(config.block_size)
     most = min(config.max_num_seqs, max(1, (network.num_blocks - 1) // least))
     eager = config.eager or config.batch_invariant
-    return dataclasses.replace(config, max_num_seqs=most, eager=eager)
+    return replace(config, max_num_seqs=most, eager=eager)
 
 
 def _event_hash(config: EngineConfig) -> kvcore.HashAlgorithm | None:

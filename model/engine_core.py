@@ -287,6 +287,11 @@ class EngineCore:
         [request] = self.submit(Submission(prompt, params or SamplingParams()))
         return request
 
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The LoRA adapters that requests may ask for. O(1)."""
+        return ()
+
     def submit(self, asked: Submission) -> list[Request]:
         """Queue a submission: a request for each sample. O(samples * prompt).
 

@@ -5,7 +5,8 @@ come and gone since the last, and nothing else: everything that follows (which b
 which tokens run) each rank works out by itself, and all come to the same, because the allocator and
 the scheduler know no clock, no `hash` and no order of sets.
 
-Invariants: every rank takes the same steps; no message is about blocks.
+Invariants: every rank takes the same steps; no message says which blocks. Sizes are
+agreed once, and where it is asked for, digests of the tables are compared.
 
 Does not know: how a network is cut (`ranks/parallel.py`), who asks.
 """

@@ -7,7 +7,8 @@ of keys and values are a group of another kind, which `StateTable` describes. Al
 pool; their block sizes are multiples of the manager's.
 
 A group is defined by `first_visible(position)`: the lowest position that a query at `position` or
-later can see. It never falls as the position grows, so blocks below it can be released. A group
+later can see; `tables/block_table.py` writes it out where it has to be fast, so a new kind changes
+both. It never falls as the position grows, so blocks below it can be released. A group
 keeps its visible blocks and always the last full one, because the next content is its child in the
 prefix tree.
 """

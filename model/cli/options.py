@@ -99,6 +99,11 @@ class SampleOptions:
         most=1_000_000,
         flag="",
     )
+    lora_name: str | None = setting(
+        None,
+        help="the LoRA adapter that computes a prompt and its output, one of those of --lora",
+        metavar="NAME",
+    )
     cache_salt: str = setting(
         "",
         help="prefix caching: share cached prefixes only with prompts of the same salt",

@@ -34,6 +34,7 @@ from model.control.submission import Submission, salted
 from model.engine import Engine, TwinEngine, engine_of
 from model.engine_core import Completion, Output
 from model.errors import InvalidArgumentError, RankLostError, UsageError
+from model.forward.lora import Adapters
 from model.forward.ranges import DeviceRanges
 from model.load.loader import LoadedModel
 from model.trace import write_trace
@@ -112,7 +113,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
                     write_trace(out, recorder)
         finally:  # without a trace too, if the disk is full
             if options.output.verify and generated.fault is None:
-                mismatches = _verified(model, requests, asked)
+                mismatches = _verified(model, requests, asked, engine.network.adapters)
             if recorder is not None and options.trace.stats:
                 steps = summarize_steps(recorder)
             _report(options, engine, specs, about, generated, mismatches, steps)
@@ -225,7 +226,7 @@ def _queue(
                     spec.params,
                     num_samples=spec.samples.n,
                     priority=spec.samples.priority,
-                    namespace=salted(spec.samples.cache_salt),
+                    namespace=salted(spec.samples.cache_salt, spec.samples.lora_name),
                     retain=[one.retention for one in spec.samples.retain],
                 )
             )
@@ -295,10 +296,13 @@ def _end(engine: Engine, fault: BaseException | None, *, is_verified: bool) -> N
 
 
 def _verified(
-    model: LoadedModel, requests: Sequence[Request], asked: StopRequest
+    model: LoadedModel,
+    requests: Sequence[Request],
+    asked: StopRequest,
+    adapters: Adapters | None,
 ) -> list[Mismatch] | None:
     """Compare with the dense network; None: a signal ended it early."""
-    mismatches = _compared(model, requests, asked)
+    mismatches = _compared(model, requests, asked, adapters)
     if model.ranks is not None:
         model.ranks.disarm()
     if mismatches is None:
@@ -318,12 +322,15 @@ def _verified(
 
 
 def _compared(
-    model: LoadedModel, requests: Sequence[Request], asked: StopRequest
+    model: LoadedModel,
+    requests: Sequence[Request],
+    asked: StopRequest,
+    adapters: Adapters | None,
 ) -> list[Mismatch] | None:
     """Name the first difference of each request."""
     mismatches = []
     for index, request in enumerate(requests):
-        mismatch = find_mismatch(model, index, request)
+        mismatch = find_mismatch(model, index, request, adapters)
         if asked:
             return None
         if mismatch is not None:

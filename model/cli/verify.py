@@ -10,6 +10,7 @@ Does not know: how the paged run was scheduled, or on which backend.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from transformers import GenerationConfig
 
 from model.attention.attention import IMPLEMENTATION
 from model.control.request import FinishReason, Request
+from model.forward.lora import Adapters
 from model.load.loader import LoadedModel
 
 
@@ -70,7 +72,9 @@ def dense_tokens(
     return tokens
 
 
-def find_mismatch(model: LoadedModel, index: int, request: Request) -> Mismatch | None:
+def find_mismatch(
+    model: LoadedModel, index: int, request: Request, adapters: Adapters | None = None
+) -> Mismatch | None:
     """Compare a finished greedy request with the dense network; the first difference, if any.
 
     One that was ended from outside is left out; one that ended at a stop string is compared as far
@@ -80,6 +84,7 @@ def find_mismatch(model: LoadedModel, index: int, request: Request) -> Mismatch 
         model: of the run.
         index: which request of the run it is.
         request: greedy.
+        adapters: of the run; a request's own is applied to the dense network too.
     """
     if request.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
         return None
@@ -87,7 +92,8 @@ def find_mismatch(model: LoadedModel, index: int, request: Request) -> Mismatch 
     stops = set(request.params.stop_token_ids)
     if not request.params.ignore_eos:
         stops |= model.eos_token_ids
-    dense = dense_tokens(model, request.prompt_tokens, request.params.max_tokens, sorted(stops))
+    with nullcontext() if adapters is None else adapters.choosing_for_all(request.namespace):
+        dense = dense_tokens(model, request.prompt_tokens, request.params.max_tokens, sorted(stops))
     if request.params.stop:
         dense = dense[: len(paged)]
     position = _first_difference(paged, dense)

@@ -27,6 +27,7 @@ _EXCLUSIVE = (
     ("eager", "compile"),
     ("draft_model", "drafts"),
     ("batch_invariant", "compile"),
+    ("batch_invariant", "lora"),
     ("sanitize", "compile"),
 )
 
@@ -124,6 +125,12 @@ class EngineConfig(StepLimits):
         help="tokens in a KV cache block; a multiple of it where recurrent states need larger ones",
         least=1,
         most=MAX_BLOCK_SIZE,
+    )
+    lora: tuple[str, ...] = setting(
+        (),
+        help="LoRA adapter, a folder that PEFT wrote, under a name that prompts and requests ask "
+        "for; steps with adapters run without CUDA graphs",
+        metavar="NAME=PATH",
     )
     enable_prefix_caching: bool = setting(
         True,

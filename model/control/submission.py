@@ -21,14 +21,14 @@ from model.errors import InvalidArgumentError, InvalidSettingError
 Prompt = str | Sequence[int]
 
 
-def salted(cache_salt: str) -> kvcore.Namespace:
-    """The namespace of a cache salt; that of no salt is the default one. O(salt).
+def salted(cache_salt: str, lora_name: str | None = None) -> kvcore.Namespace:
+    """The namespace of a cache salt and an adapter; without both the default one. O(salt).
 
     Raises:
         InvalidArgumentError: UTF-8 cannot encode it.
     """
     try:
-        return kvcore.Namespace(salt=cache_salt.encode())
+        return kvcore.Namespace(salt=cache_salt.encode(), lora_name=lora_name)
     except UnicodeEncodeError as error:
         raise InvalidArgumentError("cache_salt: wanted text that UTF-8 can encode") from error
 
@@ -83,7 +83,8 @@ class Submission:
         num_samples: the number of outputs; the prompt is computed once, and each sample is a
             request of its own.
         priority: lower numbers run first.
-        namespace: requests share cached prefixes only within a namespace.
+        namespace: requests share cached prefixes only within a namespace; its `lora_name` is the
+            adapter that computes them.
         retain: ranges of its tokens to keep in the prefix cache longer than others.
         boundaries: positions in the prompt at which the states of recurrent layers are wanted, for
             prompts that part there; that of its end is kept anyway.
@@ -91,7 +92,7 @@ class Submission:
             of the prefix cache identity only: the runner computes the embeddings of tokens.
 
     Raises:
-        InvalidArgumentError: fewer than one sample, or a LoRA adapter.
+        InvalidArgumentError: fewer than one sample.
     """
 
     prompt: Prompt
@@ -107,8 +108,3 @@ class Submission:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise InvalidArgumentError(f"num_samples: wanted at least 1, got {self.num_samples}")
-        if getattr(self.namespace, "lora_name", None) is not None:
-            raise InvalidArgumentError(
-                "namespace: LoRA adapters are not applied by this engine, so lora_name must be "
-                "None; merge the adapter into the model, or use a cache salt to separate prefixes"
-            )

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 import backends
 from model.attention.batch import StepTensors
 from model.errors import UnsupportedModelError
+from model.forward.lora import Adapter, Rows
 from model.forward.network import PagedNetwork
 from model.load.loader import LoadedModel
 
@@ -57,10 +58,16 @@ class BatchInvariantNetwork(PagedNetwork):
                 "steps than a token; leave --batch-invariant out"
             )
 
-    def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
+    def logits(
+        self,
+        step: StepTensors,
+        *,
+        backend: backends.Backend | None = None,
+        adapters: Sequence[tuple[Adapter, Rows]] = (),
+    ) -> Tensor:
         """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
         with _RowByRow():
-            return super().logits(step, backend=backend)
+            return super().logits(step, backend=backend, adapters=adapters)
 
 
 class BatchInvariantBackend:

@@ -10,7 +10,7 @@ Does not know: requests, sampling, why there are `num_blocks` blocks, how a step
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ from model.compile.few_rows import kernels_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import UnsupportedModelError
+from model.forward.lora import Adapter, Adapters, Rows, read_adapter
 from model.load.loader import LoadedModel
 from model.load.probes import check_tokens_alone, probe_layers
 from model.load.recurrence import probe_recurrence
@@ -61,6 +62,7 @@ class PagedNetwork:
 
     Attributes:
         rope: chooses rotary factors that change with the length; None: they never change.
+        adapters: LoRA adapters that requests may choose; None: there are none.
         mode: how it runs, in words, while `warm_up.py` prepares it; None: not begun, or done.
 
     Raises:
@@ -87,6 +89,7 @@ class PagedNetwork:
         self.layout = plan_layout([*shapes.values()], [*shapes], states)
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
+        self.adapters: Adapters | None = None
         self._traced: TracedNetwork | None = None
         self.mode: str | None = None
 
@@ -287,19 +290,41 @@ class PagedNetwork:
                 found[group] = Worth(*least, layer.token_bytes)
         return tuple(found)
 
-    def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
+    def add_adapters(self, texts: Sequence[str]) -> None:
+        """Read LoRA adapters, each `NAME=PATH`, and check them in a pass.
+
+        Raises:
+            InvalidArgumentError: one is not of this form, or two have one name.
+            ModelNotFoundError: one is not there, or broken.
+            UnsupportedModelError: one cannot be applied to this network exactly.
+        """
+        adapters = Adapters(self._network, [read_adapter(text, self._network) for text in texts])
+        with adapters.checking(1), torch.no_grad():
+            probe_layers(self._network, self.device, keeps_states=bool(self._recurrence.shapes))
+        self.adapters = adapters
+
+    def logits(
+        self,
+        step: StepTensors,
+        *,
+        backend: backends.Backend | None = None,
+        adapters: Sequence[tuple[Adapter, Rows]] = (),
+    ) -> Tensor:
         """Compute a step: write its keys and values, return [num_sampled, vocab_size].
 
         Args:
             step: on the network's device.
+            adapters: the rows of each LoRA adapter; the pass then runs module by module.
             backend: computes attention; None: the network's own backend.
         """
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
         is_compiled = isinstance(self._traced, PiecewiseNetwork)
-        with torch.no_grad() if is_compiled else torch.inference_mode():
-            if self._traced is not None:
+        with torch.no_grad() if is_compiled else torch.inference_mode(), ExitStack() as chosen:
+            if adapters and self.adapters is not None:
+                chosen.enter_context(self.adapters.choosing(adapters))
+            elif self._traced is not None:
                 return self._traced.logits(
                     step.input_ids, step.position_ids, step.logit_rows, paged, states
                 )

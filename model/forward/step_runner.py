@@ -22,6 +22,7 @@ from model.caches.swap import BlockMover
 from model.control.request import Request
 from model.control.step import FORWARD, PREPARE, SAMPLE, Flight, Step, StepWatch, rows_behind
 from model.forward.cuda_graphs import CudaGraphs, Passed
+from model.forward.lora import Adapter, Rows
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
@@ -134,7 +135,12 @@ class StepRunner:
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
             num_scored = sum([chunk.num_scored for chunk in step.chunks])
-            passed = self._pass(tensors, may_replay=not num_scored)
+            adapters = self._network.adapters
+            passed = self._pass(
+                tensors,
+                [] if adapters is None else adapters.groups(step.chunks),
+                may_replay=not num_scored,
+            )
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
@@ -156,14 +162,19 @@ class StepRunner:
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn, drafted, scored)
 
-    def _pass(self, tensors: StepTensors, *, may_replay: bool) -> Passed:
-        bucket = None
-        if self._graphs is not None and may_replay:
-            bucket = self._graphs.bucket_of(tensors)
-        if self._graphs is not None and bucket is not None:
-            return self._graphs.replay(tensors, bucket)
+    def _pass(
+        self,
+        tensors: StepTensors,
+        adapters: Sequence[tuple[Adapter, Rows]],
+        *,
+        may_replay: bool,
+    ) -> Passed:
+        graphs = self._graphs if may_replay and not adapters else None
+        bucket = None if graphs is None else graphs.bucket_of(tensors)
+        if graphs is not None and bucket is not None:
+            return graphs.replay(tensors, bucket)
         tensors = tensors.to(self._network.device)
         if tensors.sources is not None:
             ids = chosen_ids(tensors.input_ids, tensors.sources, self._drawn)
             tensors = dataclasses.replace(tensors, input_ids=ids, sources=None)
-        return Passed(self._network.logits(tensors))
+        return Passed(self._network.logits(tensors, adapters=adapters))

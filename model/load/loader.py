@@ -445,8 +445,8 @@ def _what_is_missing(folder: Path) -> str:
     """What a folder without config.json is, in words, and what to do."""
     if (folder / "adapter_config.json").is_file():
         return (
-            "is missing: this folder holds a LoRA adapter, not a model. Merge it into its base "
-            "model (merge_and_unload of the package peft) and give the folder of the result"
+            f"is missing: this folder holds a LoRA adapter, not a model. Give its base model, and "
+            f"--lora NAME={folder}"
         )
     files = sorted(path.name for path in folder.glob("*.gguf"))
     if files:

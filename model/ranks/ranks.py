@@ -12,7 +12,7 @@ ranks, which stay silent; if rank 0 is lost, each of them reports it. After that
 seconds to end by itself, then it is ended.
 
 Invariants: a lost rank is an error on all others, not a wait, even while they wait for a GPU;
-nothing about blocks is ever sent.
+no message of a step says which blocks.
 
 Does not know: the network, requests, what a message means.
 """

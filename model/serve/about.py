@@ -25,23 +25,23 @@ def about(service: Service) -> APIRouter:
     """The routes that tell of models and tokens. O(1)."""
     router = APIRouter()
 
-    def card() -> ModelCard:
+    def card(name: str) -> ModelCard:
         return ModelCard(
-            id=service.name,
+            id=name,
             created=service.created,
             max_model_len=service.serving().max_model_len,
         )
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        """Which models there are: one."""
-        return ModelList(data=[card()])
+        """Which models there are: one, and its LoRA adapters."""
+        return ModelList(data=[card(name) for name in service.names])
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """That model."""
         service.check_model(model)
-        return card()
+        return card(model)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Tokenized:

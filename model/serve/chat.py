@@ -112,8 +112,9 @@ def chat(service: Service) -> APIRouter:
         except InvalidArgumentError as error:
             raise api_error(error, names) from error
         turns = await service.turns(body.messages, prompt, body.chat_template_kwargs)
+        adapter = service.adapter(body.model)
         asked = Asked(
-            submissions=[replace(body.submission(prompt, params), boundaries=turns)],
+            submissions=[replace(body.submission(prompt, params, adapter), boundaries=turns)],
             streams=bool(body.stream),
             names=names,
         )

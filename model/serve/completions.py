@@ -130,8 +130,9 @@ def completions(service: Service) -> APIRouter:
             )
         except InvalidArgumentError as error:
             raise api_error(error, names) from error
+        adapter = service.adapter(body.model)
         asked = Asked(
-            submissions=[body.submission(prompt, params) for prompt in prompts],
+            submissions=[body.submission(prompt, params, adapter) for prompt in prompts],
             streams=bool(body.stream),
             names=names,
         )

@@ -167,14 +167,16 @@ class GenerationRequest(_Strict):
                 return self.response_format.grammar
         return None
 
-    def submission(self, prompt: Prompt, params: SamplingParams) -> Submission:
-        """What it asks of the engine for a prompt. O(salt)."""
+    def submission(
+        self, prompt: Prompt, params: SamplingParams, lora_name: str | None = None
+    ) -> Submission:
+        """What it asks of the engine for a prompt, and the adapter that computes it. O(salt)."""
         return Submission(
             prompt,
             params,
             num_samples=self.num_samples,
             priority=self.priority or 0,
-            namespace=self.namespace,
+            namespace=salted(self.cache_salt or "", lora_name),
             retain=self.retentions,
         )
 

@@ -50,12 +50,21 @@ class Service:
         """A name that no other answer has. O(1)."""
         return f"{kind}-{next(self._ids)}"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call a model: the model's name, then those of its LoRA adapters."""
+        return self.name, *self.engine.engine.adapter_names
+
+    def adapter(self, name: str | None) -> str | None:
+        """The LoRA adapter that a request names as its model; None: the model itself. O(1)."""
+        return None if name == self.name else name
+
     def check_model(self, name: str | None) -> None:
-        """Raise unless this is the model that is served, or none is named. O(1)."""
-        if name is not None and name != self.name:
+        """Raise unless this is served, or none is named. O(adapters)."""
+        if name is not None and name not in self.names:
             raise ApiError(
                 404,
-                f"model: wanted {self.name!r}, got {name!r:.100}",
+                f"model: wanted {' or '.join(map(repr, self.names))}, got {name!r:.100}",
                 param="model",
                 code="model_not_found",
             )

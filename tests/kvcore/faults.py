@@ -32,7 +32,7 @@ LINKS = {
     *(f"ContentTree.{name}" for name in ("detach", "_prune", "_set_aside", "clear")),
     "evict",
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
-    *(f"BlockPool.{name}" for name in ("_put_back", "_leave", "_let_leave", "_take_back")),
+    *(f"BlockPool.{name}" for name in ("_queue_freed", "_unqueue", "_end_release", "_take_back")),
     *(f"BlockPool.{name}" for name in ("_lose", "_count_emptied", "assign", "_extra_slots")),
     *(f"KVSequence.{name}" for name in ("cut_hashes", "forget_identity", "find_limits")),
     "BlockTable.cut",

@@ -297,7 +297,7 @@ def copies_the_stack(pool, blocks, released):
     pool.hand_out(blocks)
     pool.empty_blocks = stack
     pool._count_emptied([block for block in freed if block.node is None])
-    pool._put_back([block for block in freed if block.node is not None])
+    pool._queue_freed([block for block in freed if block.node is not None])
 
 
 def walks_the_blocks(pool):

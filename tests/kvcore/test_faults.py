@@ -246,7 +246,7 @@ def test_every_kind_of_place_is_tried(faults):
     wanted = {
         *(f"BlockPool.{verb}" for verb in ("hand_out", "keep", "attach", "next_blocks")),
         *(f"BlockPool.{verb}" for verb in ("forget", "tick", "clear")),
-        *(f"BlockPool.{verb}" for verb in ("revive", "give_back", "_let_go")),
+        *(f"BlockPool.{verb}" for verb in ("revive", "give_back", "_begin_release")),
         *(
             "ContentTree.attach",
             "ContentTree.match",

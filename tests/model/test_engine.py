@@ -466,8 +466,8 @@ def test_prompts_share_a_cached_prefix_only_with_equal_items_salts_and_no_adapte
             hits(wrong)
     with pytest.raises(InvalidArgumentError, match="cache_salt: wanted text"):
         salted("\ud800")
-    with pytest.raises(InvalidArgumentError, match="LoRA adapters are not applied"):
-        Submission(tokens, namespace=kvcore.Namespace(lora_name="adapter"))
+    with pytest.raises(InvalidArgumentError, match=r"there are no adapters \(--lora\), got 'x'"):
+        engine.submit(Submission(tokens, namespace=kvcore.Namespace(lora_name="x")))
 
 
 def test_prefaulted_blocks_change_no_output():

@@ -1,0 +1,326 @@
+"""LoRA adapters: a small product beside each linear layer of a network, chosen by request.
+
+E. Hu et al., "LoRA" (2021), as PEFT stores it. The tokens of a step that have the same adapter are
+multiplied together, whatever request they belong to, so one step serves many adapters (L. Chen et
+al., "Punica", 2023). A step without an adapter is computed as if there were none.
+
+Decides: what an adapter's folder must hold to be applied exactly; which rows of a step get which
+products.
+
+Invariants: each product of an adapter is applied once to every token of its requests, as a pass
+through the network shows before the first request; keys and values are shared in the prefix cache
+only between requests with equal weights of the adapter: its digest is part of their namespace.
+
+Does not know: the scheduler, sampling, where a request's prompt came from.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import kvcore
+from model.control.step import Chunk
+from model.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError, shown
+from model.load.checkpoint import read_object, reason
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_IN_A_LAYER = re.compile(r"\.\d+\.")
+_PLAIN = {  # what another value would change the product by
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": ([],),
+    "trainable_token_indices": ([], {}),
+    "target_parameters": ([],),
+    "layer_replication": ([],),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What an adapter adds to a linear layer: `(x @ down.T) @ up.T * scale`.
+
+    Attributes:
+        down: [rank, in_features].
+        up: [out_features, rank].
+        scale: of the product.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter, read.
+
+    Attributes:
+        name: under which requests ask for it.
+        version: a digest of its files, 64 bits.
+        products: by the path of the linear layer in the network.
+    """
+
+    name: str
+    version: int
+    products: Mapping[str, Product]
+
+
+def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
+    """Read `NAME=PATH`, the folder of an adapter as PEFT's `save_pretrained` writes it.
+
+    Args:
+        text: the name and the folder.
+        network: the base model; the products get its device and dtype.
+
+    Raises:
+        InvalidArgumentError: the text is not of that form.
+        ModelNotFoundError: there is no such folder, or its files are broken.
+        UnsupportedModelError: the adapter does more than add products to linear layers, or is one
+            for another network.
+    """
+    name, equals, place = text.partition("=")
+    if not name or not equals or not place:
+        raise InvalidArgumentError(f"lora: wanted NAME=PATH, got {shown(text)}")
+    folder = Path(place).expanduser()
+    for file in (_CONFIG, _WEIGHTS):
+        if not (folder / file).is_file():
+            raise ModelNotFoundError(
+                f"lora: {name}: {folder / file} is missing: wanted a folder that PEFT wrote"
+            )
+    config = read_object(folder / _CONFIG)
+    for key, allowed in _PLAIN.items():
+        value = config.get(key)
+        if value is not None and value not in allowed:
+            raise UnsupportedModelError(
+                f"lora: {name}: {folder / _CONFIG}: {key}: wanted {shown(allowed[0])}, got "
+                f"{shown(value)}"
+            )
+    halves = _halves(name, folder / _WEIGHTS)
+    digest = sha256()
+    for file in (_CONFIG, _WEIGHTS):
+        digest.update((folder / file).read_bytes())
+    products = {path: _product(name, path, both, config, network) for path, both in halves.items()}
+    return Adapter(name, int.from_bytes(digest.digest()[:8], "little"), products)
+
+
+def _halves(name: str, file: Path) -> dict[str, dict[str, Tensor]]:
+    """The tensors of an adapter by the path of their layer, then "A" and "B"."""
+    try:
+        stored = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelNotFoundError(
+            f"lora: {name}: {file} is not a whole safetensors file: {reason(error)}"
+        ) from error
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in stored.items():
+        found = _NAME.fullmatch(key)
+        if found is None:
+            raise UnsupportedModelError(
+                f"lora: {name}: wanted products of linear layers alone, got the tensor {key}"
+            )
+        halves.setdefault(found[1], {})[found[2]] = tensor
+    if not halves:
+        raise ModelNotFoundError(f"lora: {name}: {file} holds no product")
+    return halves
+
+
+def _product(
+    name: str,
+    path: str,
+    both: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    network: PreTrainedModel,
+) -> Product:
+    try:
+        layer: object = network.get_submodule(path)
+    except AttributeError:
+        layer = None
+    if not isinstance(layer, nn.Linear) or not _IN_A_LAYER.search(path):
+        kind = "nothing" if layer is None else type(layer).__name__
+        raise UnsupportedModelError(
+            f"lora: {name}: wanted a linear layer of {type(network).__name__}'s decoder at {path}, "
+            f"it has {kind} there"
+        )
+    down, up = both.get("A"), both.get("B")
+    shape = (layer.out_features, layer.in_features)
+    if down is None or up is None or down.ndim != 2 or (len(up), down.shape[1]) != shape:
+        got = "half of it" if down is None or up is None else f"{len(up)}x{down.shape[-1]}"
+        raise UnsupportedModelError(
+            f"lora: {name}: {path}: wanted a product of {shape[0]}x{shape[1]}, got {got}: the "
+            f"adapter is one for another base model"
+        )
+    rank = len(down)
+    if up.shape != (shape[0], rank):
+        raise UnsupportedModelError(
+            f"lora: {name}: {path}: wanted both halves of one rank, got {rank} and {up.shape[-1]}"
+        )
+    alpha = _by_pattern(config.get("alpha_pattern"), path, config.get("lora_alpha", rank))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise ModelNotFoundError(f"lora: {name}: lora_alpha: wanted a number, got {shown(alpha)}")
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    return Product(down.to(layer.weight), up.to(layer.weight), scale)
+
+
+def _by_pattern(patterns: object, path: str, default: object) -> object:
+    """The value of the first pattern that matches the end of a path, as PEFT chooses."""
+    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return value
+    return default
+
+
+Rows = slice | Tensor
+_EVERY = slice(None)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Which layers were called in a pass, each with how many rows."""
+
+    calls: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Adapters:
+    """The adapters of a network, and which rows of the present step have which.
+
+    Args:
+        network: gets a hook for each layer that an adapter changes, for its whole life.
+        adapters: with different names.
+
+    Raises:
+        InvalidArgumentError: two adapters have one name.
+    """
+
+    def __init__(self, network: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
+        self._by_name = {adapter.name: adapter for adapter in adapters}
+        if len(self._by_name) < len(adapters):
+            names = [adapter.name for adapter in adapters]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidArgumentError(f"lora: wanted different names, got {shown(twice)} twice")
+        self._groups: Sequence[tuple[Adapter, Rows]] = ()
+        self._watch: _Watch | None = None
+        self._network = type(network).__name__
+        self.device = network.device
+        for path in sorted({path for adapter in adapters for path in adapter.products}):
+            network.get_submodule(path).register_forward_hook(partial(self._add, path))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all adapters. O(adapters)."""
+        return tuple(self._by_name)
+
+    def resolve(self, namespace: kvcore.Namespace) -> kvcore.Namespace:
+        """The namespace of a request with the version of its adapter; O(1).
+
+        Raises:
+            InvalidArgumentError: there is no such adapter.
+        """
+        if namespace.lora_name is None:
+            return namespace
+        found = self._by_name.get(namespace.lora_name)
+        if found is None:
+            raise InvalidArgumentError(
+                f"lora_name: wanted an adapter that --lora names, one of "
+                f"{', '.join(self.names)}, got {shown(namespace.lora_name)}"
+            )
+        return replace(namespace, lora_version=found.version)
+
+    def groups(self, chunks: Sequence[Chunk]) -> list[tuple[Adapter, Rows]]:
+        """For each adapter of a step the rows of its requests. O(chunks).
+
+        Args:
+            chunks: of the step, whose tokens follow one another in this order.
+        """
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        start = 0
+        for chunk in chunks:
+            stop = start + chunk.num_tokens
+            name = chunk.request.namespace.lora_name
+            if name is not None:
+                known = ranges.setdefault(name, [])
+                if known and known[-1][1] == start:
+                    known[-1] = (known[-1][0], stop)
+                else:
+                    known.append((start, stop))
+            start = stop
+        return [(self._by_name[name], self._rows(known)) for name, known in ranges.items()]
+
+    def _rows(self, ranges: Sequence[tuple[int, int]]) -> Rows:
+        if len(ranges) == 1:
+            return slice(*ranges[0])
+        return torch.cat([torch.arange(*one) for one in ranges]).to(self.device)
+
+    @contextmanager
+    def choosing(self, groups: Sequence[tuple[Adapter, Rows]]) -> Iterator[None]:
+        """Passes in here add these products to these rows."""
+        self._groups = groups
+        try:
+            yield
+        finally:
+            self._groups = ()
+
+    @contextmanager
+    def choosing_for_all(self, namespace: kvcore.Namespace) -> Iterator[None]:
+        """Passes in here add the products of a request's adapter to every row."""
+        found = self._by_name.get(namespace.lora_name or "")
+        with self.choosing([] if found is None else [(found, _EVERY)]):
+            yield
+
+    @contextmanager
+    def checking(self, num_rows: int) -> Iterator[None]:
+        """Passes in here show whether every product is applied once to every token.
+
+        Args:
+            num_rows: tokens of a pass.
+
+        Raises:
+            UnsupportedModelError: a layer is not called once in a pass, with all its tokens.
+        """
+        self._watch = watch = _Watch()
+        try:
+            yield
+        finally:
+            self._watch = None
+        for adapter in self._by_name.values():
+            for path in adapter.products:
+                calls = watch.calls.get(path, [])
+                if calls != [num_rows]:
+                    what = "is not called" if not calls else "computes only some of the tokens"
+                    raise UnsupportedModelError(
+                        f"lora: {adapter.name}: wanted layers that compute each token once, "
+                        f"{path} of {self._network} {what}"
+                    )
+
+    def _add(
+        self, path: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor | None:
+        """A hook: the output of a linear layer with the products of its rows."""
+        del layer
+        rows = args[0]
+        if self._watch is not None:
+            self._watch.calls.setdefault(path, []).append(rows.shape[:-1].numel())
+        if not self._groups:
+            return None
+        output = output.clone()
+        for adapter, chosen in self._groups:
+            product = adapter.products.get(path)
+            if product is not None:
+                inner = nn.functional.linear(rows[..., chosen, :], product.down)
+                output[..., chosen, :] += nn.functional.linear(inner, product.up) * product.scale
+        return output

@@ -1,0 +1,228 @@
+"""LoRA adapters: the tokens of PEFT's own generate, in any mixture, and nothing for the others."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import backends
+import kvcore
+from model import EngineConfig, ModelError, SamplingParams, Submission
+from model.control.admission import Admission
+from model.engine import Engine
+from model.errors import InvalidArgumentError
+from model.forward.lora import Adapters
+from model.load.loader import load_model
+from model.tiny import CHECKPOINT_DIR
+from tests.model.networks import greedy_logits, preempt_in_steps
+
+peft = pytest.importorskip("peft")
+
+PROMPTS = ("A tuple is", "A tuple is a list of", "The method returns the index of", "A tuple is")
+TARGETS = {
+    "attention": ["q_proj", "v_proj"],
+    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Adapters as PEFT writes them, and PEFT's tokens for every prompt."""
+    place = tmp_path_factory.mktemp("adapters")
+    model = load_model(str(CHECKPOINT_DIR), CPU)
+    encoded = [model.codec.encode(text) for text in PROMPTS]
+    wanted = {None: [greedy_logits(model, prompt, 12)[0] for prompt in encoded]}
+    for seed, (name, targets) in enumerate(TARGETS.items()):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules=targets, use_rslora=bool(seed),
+            rank_pattern={"layers.1.self_attn.q_proj": 2},
+            alpha_pattern={"layers.2.self_attn.q_proj": 3},
+        )  # fmt: skip
+        network = peft.get_peft_model(copy.deepcopy(model.network), config)
+        for key, parameter in network.named_parameters():
+            if "lora_" in key:
+                parameter.data.normal_(std=0.3)
+        network.save_pretrained(place / name)
+        wanted[name] = [
+            network.generate(
+                input_ids=torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+            for prompt in encoded
+        ]  # fmt: skip
+    assert len({json.dumps(tokens) for tokens in wanted.values()}) == 3
+    return place, encoded, wanted
+
+
+def engine_with(place, **sizes):
+    lora = tuple(f"{name}={place / name}" for name in TARGETS)
+    config = EngineConfig(block_size=4, lora=lora, **sizes)
+    return Engine(load_model(str(CHECKPOINT_DIR), CPU), backends.get_backend("numba"), config)
+
+
+def asked(prompt, name, **namespace):
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    return Submission(prompt, params, namespace=kvcore.Namespace(lora_name=name, **namespace))
+
+
+def run(engine, encoded, names):
+    requests = {
+        name: [engine.submit(asked(prompt, name))[0] for prompt in encoded] for name in names
+    }
+    while engine.has_unfinished:
+        engine.step()
+    return {name: [one.output_tokens for one in those] for name, those in requests.items()}
+
+
+SIZES = (
+    {},
+    {"max_num_batched_tokens": 7, "num_blocks": 40},
+    {"max_num_batched_tokens": 7, "num_blocks": 40, "swap_memory_bytes": 1 << 22},
+    {"drafts": "ngram"},
+)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_adapters_in_one_batch_give_the_tokens_of_peft_and_leave_others_alone(folders, sizes):
+    place, encoded, wanted = folders
+    engine = engine_with(place, **sizes)
+    if "num_blocks" in sizes:
+        preempt_in_steps(engine, {6, 9, 14})
+    for _ in range(2):  # the second time with prefix cache hits
+        assert run(engine, encoded, [None, *TARGETS]) == wanted
+    assert engine.stats.num_hit_tokens
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+
+
+@pytest.mark.parametrize("broken", ["shared namespace", "shifted rows", "no scale"])
+def test_the_comparison_sees_a_planted_bug(folders, monkeypatch, broken):
+    place, encoded, wanted = folders
+    engine = engine_with(place)
+    if broken == "shared namespace":
+        monkeypatch.setattr(Admission, "_namespace", lambda *_: kvcore.DEFAULT_NAMESPACE)
+    elif broken == "shifted rows":
+        own = Adapters._rows
+
+        def shorter(self, ranges):
+            return own(self, [(start, max(start + 1, stop - 1)) for start, stop in ranges])
+
+        monkeypatch.setattr(Adapters, "_rows", shorter)
+    else:
+        for adapter in engine.network.adapters._by_name.values():
+            for path, product in adapter.products.items():
+                adapter.products[path] = type(product)(product.down, product.up, 1.0)
+    found = [run(engine, encoded, [name])[name] for name in [None, *TARGETS]]
+    assert found != [*wanted.values()]
+
+
+def test_requests_share_a_prefix_only_with_requests_of_equal_adapters(folders, tmp_path):
+    place, encoded, _ = folders
+    engine = engine_with(place)
+    base, one, other = (engine.submit(asked(encoded[0], name))[0] for name in (None, *TARGETS))
+    assert len({request.namespace for request in (base, one, other)}) == 3
+    assert one.namespace.lora_version
+    again = engine_with(place).submit(asked(encoded[0], "attention"))[0]
+    assert again.namespace == one.namespace
+
+
+def changed(place, tmp_path, edit=None, **fields):
+    """A copy of an adapter whose configuration or tensors are changed."""
+    config = json.loads((place / "attention" / "adapter_config.json").read_text()) | fields
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(place / "attention" / "adapter_model.safetensors")
+    if edit is not None:
+        tensors = edit(tensors)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    return tmp_path
+
+
+def refusal(text):
+    with pytest.raises(ModelError) as caught:
+        Engine(
+            load_model(str(CHECKPOINT_DIR), CPU),
+            backends.get_backend("numba"),
+            EngineConfig(block_size=4, lora=text),
+        )
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def first(tensors, half):
+    return next(key for key in tensors if half in key)
+
+
+def without_b(tensors):
+    tensors.pop(first(tensors, "lora_B"))
+    return tensors
+
+
+def narrower(tensors):
+    key = first(tensors, "lora_B")
+    return tensors | {key: tensors[key][:-1].contiguous()}
+
+
+def elsewhere(tensors):
+    return {key.replace("q_proj", "qq_proj"): tensor for key, tensor in tensors.items()}
+
+
+def of_the_head(tensors):
+    key = "base_model.model.lm_head.lora_{}.weight"
+    return {key.format("A"): torch.ones(2, 192), key.format("B"): torch.ones(2048, 2)}
+
+
+EDITS = {
+    "half of it": (without_b, {}),
+    "is one for another base model": (narrower, {}),
+    "qq_proj, it has nothing there": (elsewhere, {}),
+    "lm_head": (of_the_head, {}),
+    "use_dora: wanted False": (None, {"use_dora": True}),
+    "bias: wanted 'none'": (None, {"bias": "all"}),
+    "peft_type: wanted 'LORA'": (None, {"peft_type": "IA3"}),
+    "lora_alpha: wanted a number": (None, {"lora_alpha": "x"}),
+}
+
+
+@pytest.mark.parametrize("says", EDITS)
+def test_an_adapter_that_cannot_be_applied_exactly_is_refused_by_name(folders, tmp_path, says):
+    edit, fields = EDITS[says]
+    found = refusal((f"sql={changed(folders[0], tmp_path, edit, **fields)}",))
+    assert found.startswith("lora: sql: ")
+    assert says in found
+
+
+def test_bad_names_are_refused(folders):
+    place = folders[0]
+    assert "wanted NAME=PATH" in refusal(("sql",))
+    assert "adapter_config.json is missing" in refusal((f"sql={place}",))
+    both = (f"sql={place / 'all'}", f"sql={place / 'attention'}")
+    assert "'sql' twice" in refusal(both)
+    engine = engine_with(place)
+    with pytest.raises(InvalidArgumentError, match="one of attention, all, got 'x'"):
+        engine.submit(asked([1, 2], "x"))
+    assert not engine.has_unfinished
+
+
+class Skipping(torch.nn.Linear):
+    """A linear layer that a network passes by, as one does whose weights were absorbed."""
+
+    def __call__(self, rows):
+        return torch.nn.functional.linear(rows, self.weight)
+
+
+def test_a_layer_that_the_network_passes_by_is_refused(folders):
+    place = folders[0]
+    model = load_model(str(CHECKPOINT_DIR), CPU)
+    model.network.model.layers[0].self_attn.q_proj.__class__ = Skipping
+    with pytest.raises(ModelError, match=r"q_proj of Qwen3ForCausalLM is not called"):
+        Engine(
+            model,
+            backends.get_backend("numba"),
+            EngineConfig(block_size=4, lora=(f"sql={place / 'attention'}",)),
+        )

@@ -1,0 +1,53 @@
+"""A LoRA adapter is a model of its own to a client: it names it, and the adapter's tokens come."""
+
+import copy
+
+import httpx
+import pytest
+import torch
+
+from model.async_engine import AsyncEngine
+from model.serve.config import ServeConfig
+from tests.model.serve.conftest import DEADLINE_S, Served
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the package
+
+
+@pytest.fixture
+def http(make_engine, tiny_model, tmp_path):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"])
+    network = peft.get_peft_model(copy.deepcopy(tiny_model.network), config)
+    for name, parameter in network.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3)
+    network.save_pretrained(tmp_path)
+    engine = AsyncEngine(lambda: make_engine(lora=(f"sql={tmp_path}",)))
+    with (
+        Served(engine, ServeConfig(port=0)) as served,
+        httpx.Client(base_url=served.url, timeout=DEADLINE_S) as client,
+    ):
+        yield client
+
+
+def test_an_adapter_is_listed_and_asked_for_by_its_name(http):
+    base, adapter = [card["id"] for card in http.get("/v1/models").json()["data"]]
+    assert adapter == "sql"
+    body = {"prompt": "A tuple is", "max_tokens": 8, "temperature": 0}
+
+    def text(**fields):
+        return http.post("/v1/completions", json=body | fields).json()["choices"][0]["text"]
+
+    assert text() == text(model=base)
+    assert text(model="sql") == text(model="sql") != text()
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "temperature": 0}
+    answers = [
+        http.post("/v1/chat/completions", json=chat | {"model": name}).json()
+        for name in (base, "sql")
+    ]
+    assert answers[0]["choices"] != answers[1]["choices"]
+    answer = http.post("/v1/completions", json=body | {"model": "other"})
+    assert answer.status_code == 404
+    assert "'sql'" in answer.json()["error"]["message"]
