@@ -186,10 +186,11 @@ class Engine(EngineCore):
 
     def _limits(self, max_positions: int | None) -> SchedulerConfig:
         rope = self.network.rope
+        lengths = [length for length in (max_positions, self.config.max_model_len) if length]
         return SchedulerConfig(
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
-            max_model_len=max_positions,
+            max_model_len=min(lengths, default=None),
             watermark=self.config.watermark,
             priority_span=self.config.priority_span,
             draft_tokens=self.config.most_drafts,

@@ -501,6 +501,8 @@ class EngineCore:
         if flight is None:
             return []
         streams, outputs, sampled = self._streams, [], flight.read()
+        for request, position, scored in () if flight.scored is None else flight.scored.tokens():
+            request.score(position, scored)
         tokens = {number: token for number, token in sampled.items() if token is not None}
         logprobs, uses_grammars = flight.logprobs(), bool(self._grammars.texts)
         if len(tokens) < len(sampled) or uses_grammars:

@@ -15,6 +15,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from model.cli.bars import bar
 from model.cli.options import ModelOptions
 from model.cli.start import make_engine
@@ -80,6 +82,8 @@ class RequestOutput:
         prompt_token_ids: its tokens.
         outputs: its continuations.
         num_cached_tokens: prompt tokens found in the cache.
+        prompt_logprobs: for each prompt token the likely ones in its place, itself among them; None
+            for the first token, and where they were not asked for.
         finished: True, always.
     """
 
@@ -88,6 +92,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
 
 
@@ -177,9 +182,20 @@ class LLM:
                     for r in group
                 ],
                 num_cached_tokens=group[0].num_cached_tokens,
+                prompt_logprobs=self._prompt_logprobs(group[0]),
             )
             for prompt, group in zip(each, groups, strict=True)
         ]
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, of Transformers. Reads its files."""
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.engine.model.name)
+        return tokenizer
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        if request.params.prompt_logprobs is None:
+            return None
+        return [None, *map(self._logprobs, request.prompt_logprobs)]
 
     def _output(
         self, request: Request, text: str, tokens: Sequence[SampledToken]

@@ -271,7 +271,7 @@ class BatchBuilder:
             NotReservedError: a sequence has not reserved blocks for its tokens.
         """
         columns = zip(*step.chunks, strict=True)  # in one pass over the step
-        requests, first_positions, counted, samples, followers, drafts = columns
+        requests, first_positions, counted, samples, followers, drafts, scored = columns
         sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
@@ -291,7 +291,7 @@ class BatchBuilder:
         input_ids = self._input_ids_of(step.chunks, sequences, first_positions, firsts, num_tokens)
         written, position_ids = self._position_ids.of(1, num_tokens)
         written[:] = positions
-        is_plain = all(samples) and not (any(followers) or any(drafts))
+        is_plain = all(samples) and not (any(followers) or any(drafts) or any(scored))
         sampled = ends - 1 if is_plain else _sampled_rows(step.chunks, ends)
         written, logit_rows = self._logit_rows.of(len(sampled))
         written[:] = sampled
@@ -390,13 +390,17 @@ class BatchBuilder:
 
 
 def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tokens whose logits are sampled: the last known ones, then the draft tokens."""
+    """The tokens whose logits are used: the last known ones, the draft tokens, the scored ones."""
     counts = np.array([len(chunk.drafts) for chunk in chunks])
     known = (ends - 1 - counts).repeat([len(chunk.sampling) for chunk in chunks])
-    begins = np.repeat(ends - counts, counts)
-    return np.append(
-        known, begins + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    )
+    begins = ends - np.array([chunk.num_tokens for chunk in chunks])
+    scored = np.array([chunk.num_scored for chunk in chunks])
+    return np.concatenate([known, _runs(ends - counts, counts), _runs(begins, scored)])
+
+
+def _runs(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """From each of `begins` on as many numbers as `counts` says, one run after the other."""
+    return np.repeat(begins - counts.cumsum() + counts, counts) + np.arange(counts.sum())
 
 
 def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:

@@ -24,9 +24,12 @@ from dataclasses import replace
 import kvcore
 from model.control.config import SchedulerConfig
 from model.control.request import HostCopy, Request
-from model.control.step import Transfer
+from model.control.step import Chunk, Transfer
 from model.control.tier_transfers import TierTransfers
 from model.errors import SchedulerStateError
+
+MAX_SCORED_TOKENS = 256
+"""The most prompt tokens of a step whose log-probabilities are computed: their logits are held."""
 
 
 class Admission:
@@ -75,14 +78,23 @@ class Admission:
         """What a start would find in the cache, load and take, token by token. O(its tokens)."""
         tokens, items = request.tokens, request.items
         namespace = self._namespace(request)
-        copy = request.host_copy
+        copy, skips = request.host_copy, request.is_scoring
         if copy is None:
-            return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1)
+            return self._kv.plan(
+                tokens, namespace=namespace, items=items, chunk=1, skip_reading=skips
+            )
         stored = copy.num_tokens
-        plan = self._kv.plan(tokens, namespace=namespace, items=items, chunk=1, num_external=stored)
+        plan = self._kv.plan(
+            tokens,
+            namespace=namespace,
+            items=items,
+            chunk=1,
+            num_external=stored,
+            skip_reading=skips,
+        )
         if self._is_of_use(copy, plan.num_cached_tokens):
             return plan
-        return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1)
+        return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1, skip_reading=skips)
 
     def _is_of_use(self, copy: HostCopy, num_cached_tokens: int) -> bool:
         """Whether a copy reaches down to what is found, and further than that. O(1)."""
@@ -158,6 +170,19 @@ class Admission:
                 too_many = middle
         return fits
 
+    @staticmethod
+    def num_plannable(request: Request, budget: int, planned: Iterable[Chunk]) -> int:
+        """The next tokens that a step has budget for, and memory for their logits if they score.
+
+        Those of requests that want log-probabilities of their prompts do, but for the last token of
+        a prompt. O(num_planned) for such a request.
+        """
+        wanted = min(request.num_uncomputed_tokens, budget)
+        if not request.num_to_score(1):
+            return wanted
+        held = sum([chunk.num_scored for chunk in planned])
+        return min(wanted, MAX_SCORED_TOKENS - held)
+
     def is_coming(self, request: Request) -> bool:
         """Whether there is room for one more token once this step's transfers are done. O(1)."""
         missing = self._kv.num_missing_blocks(request.running_sequence, 1)
@@ -199,13 +224,14 @@ class Admission:
             items=request.items,
             retain=request.retain,
             boundaries=request.boundaries,
+            skip_reading=request.is_scoring,
             resumed=request.num_preemptions > 0 or request.has_asked_tiers,
         )
         request.start(sequence)
         self._unsettled[request.request_id] = request
         copy = request.host_copy
         if copy is None:
-            if self._tiers is not None and self._tiers.begin(request):
+            if self._tiers is not None and not request.is_scoring and self._tiers.begin(request):
                 del self._unsettled[request.request_id]
             return None
         if not self._is_of_use(copy, sequence.num_computed_tokens):

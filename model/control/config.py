@@ -48,6 +48,12 @@ class StepLimits:
     max_num_seqs: int = setting(
         64, help="largest number of requests that run at once", least=1, is_common=True
     )
+    max_model_len: int | None = setting(
+        None,
+        help="largest number of prompt and output tokens of a request (default: the model's, as "
+        "far as the KV cache has room)",
+        least=1,
+    )
     watermark: float = setting(
         0.01,
         help="fraction of the KV blocks that admitting a request must leave free while others run",
@@ -75,12 +81,6 @@ class SchedulerConfig(StepLimits):
         draft_tokens: the largest number of draft tokens of a request in one step.
     """
 
-    max_model_len: int | None = setting(
-        None,
-        help="largest number of prompt and output tokens of a request (default: what fits into the "
-        "KV cache)",
-        least=1,
-    )
     num_host_blocks: int = 0
     long_above: int | None = None
     may_cross: bool = True

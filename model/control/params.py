@@ -7,6 +7,7 @@ Invariants: a SamplingParams that exists is valid; it never changes.
 Does not know: torch, logits (`sampler.py` reads these fields), the command line.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from model.control.grammar import Grammar
@@ -30,6 +31,9 @@ class SamplingParams:
     Penalties, bias and grammar change the logits, in this order; then the temperature divides them;
     then top_k, top_p and min_p cut, in this order. A temperature of 0 takes the most likely token
     after the changes. Tokens of equal logits are cut together.
+
+    As in vLLM, `stop` may be one text, `stop` and `stop_token_ids` lists or None, `logit_bias` a
+    dict, and a `top_k` of -1 or 0 means all tokens.
 
     Raises:
         InvalidSettingError: a value that is not allowed.
@@ -118,16 +122,43 @@ class SamplingParams:
         least=0,
         most=MAX_LOGPROBS,
     )
+    prompt_logprobs: int | None = setting(
+        None,
+        help="report the log-probability of each prompt token but the first, and of this many of "
+        "the most likely tokens in its place; the prompt is computed whole, without prefix cache "
+        "hits",
+        least=0,
+        most=MAX_LOGPROBS,
+        flag="",
+    )
 
     grammar: Grammar | None = setting(
         None, help="structured outputs: the grammar that the text must follow", flag=""
     )
 
     def __post_init__(self) -> None:
+        for name, value in self._as_vllm_takes_them().items():
+            object.__setattr__(self, name, value)
         if not isinstance(self.grammar, Grammar | None):
             raise InvalidSettingError("grammar", "a Grammar", self.grammar)
         check_settings(self)
         _check_bias(self.logit_bias)
+
+    def _as_vllm_takes_them(self) -> dict[str, object]:
+        """The fields in whose place vLLM takes other types, as they are here. O(fields)."""
+        made: dict[str, object] = {}
+        stop: object = self.stop
+        if isinstance(stop, str):
+            made["stop"] = (stop,)
+        if type(self.top_k) is int and self.top_k in {-1, 0}:
+            made["top_k"] = None
+        if isinstance(self.logit_bias, Mapping):
+            made["logit_bias"] = tuple(self.logit_bias.items())
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, list) or (value is None and name not in made):
+                made[name] = tuple(value or ())
+        return made
 
     @property
     def is_greedy(self) -> bool:

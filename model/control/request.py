@@ -136,6 +136,7 @@ class Request:
         "order",
         "params",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "retain",
         "sample",
@@ -188,6 +189,7 @@ class Request:
         self.num_loaded_tokens = 0
         self.num_preemptions = 0
         self.error: ModelError | None = None
+        self.prompt_logprobs: list[SampledToken] = [] if leader is None else leader.prompt_logprobs
         self._status = Status.WAITING
         self._finish_reason: FinishReason | None = None
 
@@ -251,6 +253,33 @@ class Request:
     def is_complete(self) -> bool:
         """Whether it has all the tokens that it may come to. O(1)."""
         return self.num_tokens == self.max_total_tokens
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed for it. O(1)."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self.leader is None
+            and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        )
+
+    def num_to_score(self, num_tokens: int) -> int:
+        """How many of its next tokens give log-probabilities of its prompt. O(1)."""
+        if not self.is_scoring:
+            return 0
+        left = self.num_prompt_tokens - 1 - self.num_computed_tokens
+        return max(0, min(num_tokens, left))
+
+    def score(self, position: int, tokens: Sequence[SampledToken]) -> None:
+        """Record prompt tokens from a position on; what was known already stays. O(tokens).
+
+        Raises:
+            RequestStateError: tokens before the position are missing.
+        """
+        num_known = 1 + len(self.prompt_logprobs)  # the first token has no probability
+        if position > num_known:
+            raise RequestStateError(f"{self!r}: scored from {position}, wanted {num_known}")
+        self.prompt_logprobs += tokens[num_known - position :]
 
     @property
     def prompt_tokens(self) -> list[int]:

@@ -289,7 +289,7 @@ class Scheduler:
             self._budget -= len(decodes)
             chunk = Chunk._make  # a step has hundreds: the quickest way to make one
             for request, _, start in decodes:
-                self._planned[request.request_id] = chunk((request, start, 1, True, (), ()))
+                self._planned[request.request_id] = chunk((request, start, 1, True, (), (), 0))
 
     def _plan_others(self) -> None:
         """Plan prefills and starts in order; the first that cannot start holds up those behind."""
@@ -434,7 +434,7 @@ class Scheduler:
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether a request before it is about to compute the next block this one could hit."""
         end = num_cached_tokens + self._kv.block_size
-        if not self._kv.enable_caching or end >= request.num_tokens:
+        if not self._kv.enable_caching or request.is_scoring or end >= request.num_tokens:
             return False
         prefix, is_long = request.tokens[:end], self._admission.is_long(request)
         return any(
@@ -465,7 +465,9 @@ class Scheduler:
     def _plan_chunk(self, request: Request) -> None:
         """Plan what fits of a running request into budget and blocks; it may have to wait."""
         if self._has_room(request):
-            wanted = min(request.num_uncomputed_tokens, self._budget)
+            wanted = self._admission.num_plannable(request, self._budget, self._planned.values())
+            if not wanted:
+                return
             if self._keeps_states:
                 wanted = self._kv.chunk_length(request.running_sequence, wanted)
             num_tokens = self._admission.num_reservable(request, wanted)
@@ -504,8 +506,8 @@ class Scheduler:
 
     def _add_chunk(self, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens
-        self._planned[request.request_id] = Chunk(request, start, num_tokens, samples)
+        how = (start + num_tokens == request.num_tokens, (), (), request.num_to_score(num_tokens))
+        self._planned[request.request_id] = Chunk(request, start, num_tokens, *how)
         self._budget -= num_tokens
 
     def _plan_followers(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import kvcore
-from model.control.request import HostCopy, Request
+from model.control.request import HostCopy, Request, SampledToken
 from model.errors import SchedulerStateError
 
 SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
@@ -36,6 +36,7 @@ class Chunk(NamedTuple):
         followers: further samples of the same prompt; the same logits give the first token of each.
         drafts: the last of its tokens, where those are guesses of what follows the last known one;
             tokens are drawn from the logits of that and of each guess.
+        num_scored: how many of its first tokens give the log-probability of the next prompt token.
     """
 
     request: Request
@@ -44,6 +45,7 @@ class Chunk(NamedTuple):
     samples: bool
     followers: tuple[Request, ...] = ()
     drafts: tuple[int, ...] = ()
+    num_scored: int = 0
 
     @property
     def num_known(self) -> int:
@@ -176,6 +178,17 @@ TokenLogprobs = tuple[float, tuple[tuple[int, float], ...]]
 """The log-probability of a token, and the most likely tokens with their log-probabilities."""
 
 
+class ScoredPrompts(Protocol):
+    """The log-probabilities of prompt tokens, on their way to the host."""
+
+    def tokens(self) -> Iterable[tuple[Request, int, list[SampledToken]]]:
+        """Each request, the position of the first of its tokens, and the tokens.
+
+        Only after the drawn tokens of the step are read. O(tokens * tops).
+        """
+        ...
+
+
 class DrawnTokens(Protocol):
     """The tokens of a step, on the device or on their way to the host."""
 
@@ -196,11 +209,13 @@ class Flight:
         sampling: the requests that get a token, in the order of the rows.
         drawn: the tokens, once they are read.
         drafted: requests with their draft tokens; their rows follow in this order, one per draft.
+        scored: log-probabilities of prompt tokens; None: no request asks.
     """
 
     sampling: tuple[Request, ...]
     drawn: DrawnTokens
     drafted: tuple[tuple[Request, tuple[int, ...]], ...] = ()
+    scored: ScoredPrompts | None = None
     _tokens: dict[int, int | None] | None = None  # once they are read
 
     def rows(self) -> dict[int, int]:

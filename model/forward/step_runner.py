@@ -26,6 +26,7 @@ from model.forward.lora import Adapter, Rows
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
+from model.sample.prompt_scores import score_prompts
 from model.sample.request_sampler import RequestSampler
 
 
@@ -133,15 +134,24 @@ class StepRunner:
             self._sanitizer.begin_step(step, tensors, network.caches, network.layout)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
+            num_scored = sum([chunk.num_scored for chunk in step.chunks])
             adapters = self._network.adapters
-            passed = self._pass(tensors, [] if adapters is None else adapters.groups(step.chunks))
+            passed = self._pass(
+                tensors,
+                [] if adapters is None else adapters.groups(step.chunks),
+                may_replay=not num_scored,
+            )
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
         rows = (*sampling, *rows_behind(drafted)) if drafted else sampling
         with watch.on_device(SAMPLE):
+            logits, scored = passed.logits, None
+            if num_scored:  # their rows are the last
+                scored = score_prompts(step.chunks, logits[-num_scored:])
+                logits = logits[:-num_scored]
             drawn = self._sampler.draw(
-                passed.logits,
+                logits,
                 rows,
                 passed.most_likely,
                 newest,
@@ -150,10 +160,16 @@ class StepRunner:
             )
             if self.can_defer_read(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
-        return Flight(sampling, drawn, drafted)
+        return Flight(sampling, drawn, drafted, scored)
 
-    def _pass(self, tensors: StepTensors, adapters: Sequence[tuple[Adapter, Rows]]) -> Passed:
-        graphs = None if adapters else self._graphs
+    def _pass(
+        self,
+        tensors: StepTensors,
+        adapters: Sequence[tuple[Adapter, Rows]],
+        *,
+        may_replay: bool,
+    ) -> Passed:
+        graphs = self._graphs if may_replay and not adapters else None
         bucket = None if graphs is None else graphs.bucket_of(tensors)
         if graphs is not None and bucket is not None:
             return graphs.replay(tensors, bucket)

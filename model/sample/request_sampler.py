@@ -67,7 +67,7 @@ class Drawn:
         if tokens.device.type == "cpu":
             self._best, self._read, self._logprobs = best, tokens, logprobs
         else:
-            self._best, self._read = _to_host(best), _to_host(tokens)
+            self._best, self._read = to_host(best), to_host(tokens)
             self._logprobs = None if logprobs is None else logprobs.to_host()
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -510,13 +510,11 @@ class _LogprobRows:
 
     def compute(self, logits: Tensor, tokens: Tensor) -> "_StepLogprobs":
         """The log-probabilities. O(rows * vocab_size)."""
-        values, ids = _log_probabilities(
-            logits[self._index], tokens[self._index], max(self._counts)
-        )
+        values, ids = log_probabilities(logits[self._index], tokens[self._index], max(self._counts))
         return _StepLogprobs(self._rows, self._counts, values, ids)
 
 
-def _log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
+def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the tokens and of the `num_tops` most likely ones; ids of those.
 
     float32 [num_rows, 1 + num_tops] and int64 [num_rows, num_tops]. O(num_rows * vocab_size).
@@ -529,7 +527,7 @@ def _log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class _StepLogprobs:
-    """Log-probabilities of some rows: the result of `_log_probabilities`.
+    """Log-probabilities of some rows: the result of `log_probabilities`.
 
     Attributes:
         rows: of the step.
@@ -545,7 +543,7 @@ class _StepLogprobs:
 
     def to_host(self) -> "_StepLogprobs":
         """A copy on its way to the host. O(bytes)."""
-        return _StepLogprobs(self.rows, self.counts, _to_host(self.values), _to_host(self.ids))
+        return _StepLogprobs(self.rows, self.counts, to_host(self.values), to_host(self.ids))
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """By row. O(values)."""
@@ -556,6 +554,7 @@ class _StepLogprobs:
         }
 
 
-def _to_host(content: Tensor) -> Tensor:
+def to_host(content: Tensor) -> Tensor:
+    """A copy in page-locked memory, complete once the stream has come so far. O(bytes)."""
     host = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
     return host.copy_(content, non_blocking=True)

@@ -8,11 +8,12 @@ from itertools import chain
 
 from fastapi import APIRouter, Request, Response
 
+from model.control.request import FinishReason, SampledToken
 from model.errors import InvalidArgumentError
-from model.serve.errors import ApiError, api_error
+from model.serve.errors import api_error
 from model.serve.generation import Asked, EventForm, answer, reason_json
 from model.serve.logprobs import LogprobsWriter, quoted
-from model.serve.protocol import Completion, CompletionRequest
+from model.serve.protocol import Completion, CompletionRequest, Usage
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
@@ -39,6 +40,7 @@ class _Texts(EventForm):
         self._echoed: set[int] = set()
         self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
         self._tells_logprobs = body.logprobs is not None
+        self._drops_output = body.max_tokens == 0
         self._offsets: dict[int, int] = {}  # of each sample: characters of its tokens so far
 
     def begin(self, stream: TokenStream) -> str:
@@ -46,8 +48,8 @@ class _Texts(EventForm):
         return ""
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
-        reason = reason_json(delta)
-        text = self._echo(delta.sample) + delta.text if self._echoes else delta.text
+        delta = self._with_prompt(delta, stream)
+        reason, text = reason_json(delta), delta.text
         end = self._end(stream, delta)
         if self._tells_logprobs:
             return chain((self._begin,), self._choice(delta, text, reason), (end,))
@@ -56,10 +58,8 @@ class _Texts(EventForm):
         return ()
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
-        choices = (
-            self._choice(each, self._echo(each.sample) + each.text, reason_json(each))
-            for each in deltas
-        )
+        told = (self._with_prompt(each, stream) for each in deltas)
+        choices = (self._choice(each, each.text, reason_json(each)) for each in told)
         return self._whole(choices, stream)
 
     def _plain(self, delta: Delta, text: str, reason: str) -> str:
@@ -79,12 +79,29 @@ class _Texts(EventForm):
         self._offsets[delta.sample] = offset + self._writer.length(delta.tokens)
         yield "}"
 
-    def _echo(self, sample: int) -> str:
-        """The prompt, before the first piece of each sample."""
-        if not self._echoes or sample in self._echoed:
-            return ""
-        self._echoed.add(sample)
-        return self._echoes[sample // self._num_samples]
+    def _usage(self, stream: TokenStream) -> Usage:
+        found = super()._usage(stream)
+        if self._drops_output:
+            found.completion_tokens, found.total_tokens = 0, found.prompt_tokens
+        return found
+
+    def _with_prompt(self, delta: Delta, stream: TokenStream) -> Delta:
+        """A piece as it is told: the first of a sample behind its prompt, where that is echoed.
+
+        Nothing is left of the output where no token was asked for; one was drawn nevertheless.
+        """
+        if self._drops_output:
+            is_over = delta.finish_reason is FinishReason.STOP
+            reason = FinishReason.LENGTH if is_over else delta.finish_reason
+            delta = delta._replace(text="", tokens=(), finish_reason=reason)
+        if not self._echoes or delta.sample in self._echoed:
+            return delta
+        self._echoed.add(delta.sample)
+        text, tokens = self._echoes[delta.sample // self._num_samples], delta.tokens
+        if self._tells_logprobs:
+            request = stream.samples[delta.sample].request
+            tokens = (SampledToken(request.tokens[0]), *request.prompt_logprobs, *tokens)
+        return delta._replace(text=text + delta.text, tokens=tokens)
 
 
 def completions(service: Service) -> APIRouter:
@@ -98,12 +115,6 @@ def completions(service: Service) -> APIRouter:
         service.check_model(body.model)
         service.serving()
         prompts = body.prompts
-        if body.echo and body.logprobs is not None:
-            raise ApiError(
-                400,
-                "echo: cannot be combined with logprobs; prompt tokens have none here",
-                param="echo",
-            )
         echoes = [
             prompt if isinstance(prompt, str) else await service.decode(prompt)
             for prompt in (prompts if body.echo else ())
@@ -111,7 +122,12 @@ def completions(service: Service) -> APIRouter:
         max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         names = {"grammar": body.grammar_field}
         try:
-            params = body.sampling(max_tokens, body.logprobs)
+            # Without output too a step is needed, and draws a token.
+            params = body.sampling(
+                max_tokens if max_tokens or not body.echo else 1,
+                body.logprobs,
+                scores_prompt=bool(body.echo),
+            )
         except InvalidArgumentError as error:
             raise api_error(error, names) from error
         adapter = service.adapter(body.model)

@@ -112,7 +112,11 @@ class EventForm:
         """The event that tells the usage, where it was asked for. O(samples)."""
         if not self._includes_usage:
             return ""
-        return f'{self._begin}],"usage":{usage(stream).model_dump_json()}}}\n\n'
+        return f'{self._begin}],"usage":{self._usage(stream).model_dump_json()}}}\n\n'
+
+    def _usage(self, stream: TokenStream) -> Usage:
+        """The counts that are told. O(samples)."""
+        return usage(stream)
 
     def _end(self, stream: TokenStream, delta: Delta) -> str:
         """The end of an event about a piece. O(1).
@@ -136,7 +140,7 @@ class EventForm:
             if number:
                 yield ","
             yield from choice
-        yield f'],"usage":{usage(stream).model_dump_json()}}}'
+        yield f'],"usage":{self._usage(stream).model_dump_json()}}}'
 
 
 def reason_json(delta: Delta) -> str:

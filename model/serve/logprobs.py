@@ -29,10 +29,14 @@ quoted = json.JSONEncoder().encode
 
 def num_entries(asked: Submission, max_model_len: int) -> int:
     """The most log-probabilities that an answer may have. O(1)."""
-    if asked.params.logprobs is None:
-        return 0
-    num_tokens = asked.num_samples * min(asked.params.max_tokens, max_model_len)
-    return num_tokens * (1 + asked.params.logprobs)
+    params, count = asked.params, 0
+    if params.logprobs is not None:
+        num_tokens = asked.num_samples * min(params.max_tokens, max_model_len)
+        count = num_tokens * (1 + params.logprobs)
+    if params.prompt_logprobs is not None:  # a token has at least one character, but for a few
+        num_tokens = min(len(asked.prompt) + 8, max_model_len)
+        count += num_tokens * (1 + params.prompt_logprobs)
+    return count
 
 
 class LogprobsWriter:
@@ -63,7 +67,7 @@ class LogprobsWriter:
         yield '{"tokens":'
         yield from _listed(tokens, lambda token: quoted(self._text(token.token_id)), PIECE_ENTRIES)
         yield ',"token_logprobs":'
-        yield from _listed(tokens, lambda token: _number(token.logprob or 0.0), PIECE_ENTRIES)
+        yield from _listed(tokens, lambda token: _number(token.logprob), PIECE_ENTRIES)
         yield ',"top_logprobs":'
         yield from _listed(tokens, self._tops, _per_piece(tokens))
         yield ',"text_offset":'
@@ -92,6 +96,8 @@ class LogprobsWriter:
         return f"{named[0]}{_number(logprob)}{named[1]}"
 
     def _tops(self, token: SampledToken) -> str:
+        if token.logprob is None:  # the first of a prompt
+            return "null"
         told: dict[str, float] = {}
         for number, logprob in token.top_logprobs:
             told.setdefault(self._text(number), logprob)  # two may have one text: the likelier
@@ -118,6 +124,6 @@ def _listed(items: Sequence[_Item], write: Callable[[_Item], str], per_piece: in
     yield "]"
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
     """A number as JSON; null where it is none."""
-    return repr(value) if math.isfinite(value) else "null"
+    return "null" if value is None or not math.isfinite(value) else repr(value)

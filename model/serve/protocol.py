@@ -232,12 +232,15 @@ class GenerationRequest(_Strict):
             )
         _ = self.retentions
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self, max_tokens: int, logprobs: int | None, *, scores_prompt: bool = False
+    ) -> SamplingParams:
         """The sampling parameters of each answer. O(fields).
 
         Args:
             max_tokens: the most tokens of it.
             logprobs: how many likely tokens are told beside each, None: nothing.
+            scores_prompt: whether the same is told of the prompt's tokens.
 
         Raises:
             ApiError: `logit_bias` names no tokens.
@@ -247,7 +250,7 @@ class GenerationRequest(_Strict):
         given: dict[str, object] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k in {-1, 0} else self.top_k,
+            "top_k": self.top_k,
             "min_p": self.min_p,
             "seed": self.seed,
             "stop": tuple(stop),
@@ -259,6 +262,7 @@ class GenerationRequest(_Strict):
             "logit_bias": _biases(self.logit_bias),
             "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
+            "prompt_logprobs": logprobs if scores_prompt else None,
             "grammar": self.grammar,
         }
         said = {name: value for name, value in given.items() if value is not None}
@@ -419,8 +423,8 @@ class CompletionLogprobs(BaseModel):
     """The tokens of a completion."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -77,3 +77,39 @@ def test_a_setting_that_is_none_is_named():
         model.LLM("anything", max_modl_len=5)
     with pytest.raises(InvalidArgumentError, match="dtype"):
         model.LLM("anything", dtype="int3")
+
+
+def test_sampling_parameters_are_taken_as_vllm_takes_them():
+    params = model.SamplingParams(stop=".", top_k=-1, stop_token_ids=[3], logit_bias={5: 1.0})
+    same = model.SamplingParams(stop=(".",), stop_token_ids=(3,), logit_bias=((5, 1.0),))
+    assert params == same
+    assert model.SamplingParams(stop=None, stop_token_ids=None) == model.SamplingParams()
+    assert model.SamplingParams(stop=["a", "b"], top_k=0).stop == ("a", "b")
+    with pytest.raises(InvalidArgumentError, match="top_k"):
+        model.SamplingParams(top_k=-2)
+    with pytest.raises(InvalidArgumentError, match="stop"):
+        model.SamplingParams(stop=[""])
+
+
+def test_the_tokenizer_is_the_models(llm):
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate("A tuple is", GREEDY, use_tqdm=False)
+    assert tokenizer.encode("A tuple is") == output.prompt_token_ids
+
+
+def test_prompt_logprobs_have_the_token_and_likely_ones(llm):
+    params = model.SamplingParams(max_tokens=1, prompt_logprobs=2)
+    (output,) = llm.generate("A tuple is", params, use_tqdm=False)
+    first, *others = output.prompt_logprobs
+    assert first is None
+    for token, told in zip(output.prompt_token_ids[1:], others, strict=True):
+        assert 2 <= len(told) <= 3
+        assert told[token].logprob <= max(one.logprob for one in told.values())
+    assert llm.generate("A tuple is", GREEDY, use_tqdm=False)[0].prompt_logprobs is None
+
+
+def test_a_length_that_was_given_bounds_requests():
+    short = model.LLM(str(CHECKPOINT_DIR), num_blocks=100, eager=True, max_model_len=12)
+    assert short.engine.max_model_len == 12
+    with pytest.raises(InvalidArgumentError, match="12"):
+        short.generate("A tuple is", model.SamplingParams(max_tokens=10), use_tqdm=False)

@@ -5,6 +5,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.control.request import FinishReason, SampledToken
 from model.serve import generation, logprobs
@@ -12,6 +14,7 @@ from model.serve.chat import _Messages
 from model.serve.completions import _Texts
 from model.serve.generation import _EventStream
 from model.serve.protocol import ChatCompletion, ChatRequest, Completion, CompletionRequest
+from model.tiny import CHECKPOINT_DIR
 from model.token_stream import Delta
 
 NUM_PROMPTS, NUM_TOKENS, NUM_TOPS = 16, 100, 20
@@ -169,3 +172,67 @@ def test_an_entry_takes_no_more_memory_than_is_counted_for_it():
     size = sum(part.__sizeof__() + 16 for part in parts if not isinstance(part, int | float))
     size += sum(part.__sizeof__() for part in parts if isinstance(part, int | float))
     assert size <= 21 * logprobs.ENTRY_BYTES
+
+
+def echoed(http, prompt, **fields):
+    body = {"prompt": prompt, "temperature": 0, "echo": True, "logprobs": 2, **fields}
+    return http.post("/v1/completions", json=body)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("prompt", ["A tuple is returned", [5, 6, 7, 8]])
+def test_an_echo_tells_the_log_probabilities_of_the_prompt(http, llm_logprobs, prompt, max_tokens):
+    answer = echoed(http, prompt, max_tokens=max_tokens).json()
+    (choice,), usage = answer["choices"], answer["usage"]
+    wanted = llm_logprobs(prompt)
+    count = len(wanted)
+    told = choice["logprobs"]
+    assert usage["completion_tokens"] == max_tokens
+    assert usage["total_tokens"] == count + max_tokens
+    assert choice["finish_reason"] == "length"
+    assert [len(values) for values in told.values()] == [count + max_tokens] * 4
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    assert told["token_logprobs"][1:count] == pytest.approx(wanted[1:], abs=1e-3)
+    assert all(value <= 0 for value in told["token_logprobs"][1:])
+    assert all(1 <= len(tops) <= 2 for tops in told["top_logprobs"][1:])
+    assert "".join(told["tokens"]) == choice["text"]
+    sizes = [len(text) for text in told["tokens"]]
+    assert told["text_offset"] == [sum(sizes[:place]) for place in range(len(sizes))]
+
+
+def test_streams_and_samples_tell_the_prompts_log_probabilities_once_each(http):
+    whole = echoed(http, ["A tuple is", "A list"], max_tokens=2, n=2).json()
+    with http.stream(
+        "POST",
+        "/v1/completions",
+        json={
+            "prompt": ["A tuple is", "A list"], "temperature": 0, "echo": True, "logprobs": 2,
+            "max_tokens": 2, "n": 2, "stream": True,
+        },
+    ) as stream:  # fmt: skip
+        events = [line[6:] for line in stream.iter_lines() if line.startswith("data: {")]
+    told = {}
+    for event in events:
+        for choice in json.loads(event)["choices"]:
+            told.setdefault(choice["index"], []).extend(choice["logprobs"]["tokens"])
+    assert told == {one["index"]: one["logprobs"]["tokens"] for one in whole["choices"]}
+
+
+def test_no_tokens_without_an_echo_is_still_refused(http):
+    body = {"prompt": "A tuple is", "max_tokens": 0}
+    answer = http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.fixture(scope="module")
+def llm_logprobs():
+    network = AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
+
+    def of(prompt):
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        with torch.inference_mode():
+            scores = network(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        return [None, *scores.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()]
+
+    return of

@@ -1,0 +1,76 @@
+"""How likely the tokens of prompts were: log-probabilities from the logits before each of them.
+
+Decides: that float32 copies of logits are made for a few rows at a time, so that the memory is
+bounded whatever the vocabulary; how many rows a step has is the scheduler's to bound.
+
+Does not know: how chunks are planned, what becomes of the numbers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.control.request import Request, SampledToken
+from model.control.step import Chunk
+from model.sample.request_sampler import log_probabilities, to_host
+
+_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of the prompt tokens that follow those of a step.
+
+    Attributes:
+        chunks: those that have any.
+        values: float32 [num_scored, 1 + the most alternatives]: of the token, and of the most
+            likely ones.
+        ids: int64 [num_scored, the most alternatives].
+    """
+
+    chunks: tuple[Chunk, ...]
+    values: Tensor
+    ids: Tensor
+
+    def tokens(self) -> Iterator[tuple[Request, int, list[SampledToken]]]:
+        """Each request, the position of the first of its tokens, and the tokens. O(values)."""
+        values, ids, row = self.values.tolist(), self.ids.tolist(), 0
+        for chunk in self.chunks:
+            count, first = chunk.request.params.prompt_logprobs or 0, chunk.start + 1
+            told = [
+                SampledToken(token, own[0], tuple(zip(tops[:count], own[1:], strict=False)))
+                for token, own, tops in zip(
+                    _following(chunk), values[row:], ids[row:], strict=False
+                )
+            ]
+            row += chunk.num_scored
+            yield chunk.request, first, told
+
+
+def score_prompts(chunks: Sequence[Chunk], logits: Tensor) -> PromptScores:
+    """How likely the tokens after the scored ones of these chunks are. O(rows * vocab_size).
+
+    Args:
+        chunks: of a step.
+        logits: [num_scored, vocab_size], in the order of the chunks.
+    """
+    scored = tuple([chunk for chunk in chunks if chunk.num_scored])
+    most = max([chunk.request.params.prompt_logprobs or 0 for chunk in scored])
+    following = [token for chunk in scored for token in _following(chunk)]
+    tokens = torch.tensor(following, device=logits.device)
+    pieces = [
+        log_probabilities(rows, own, most)
+        for rows, own in zip(torch.split(logits, _ROWS), torch.split(tokens, _ROWS), strict=True)
+    ]
+    values, ids = (torch.cat(column) for column in zip(*pieces, strict=True))
+    if logits.device.type == "cuda":
+        values, ids = to_host(values), to_host(ids)
+    return PromptScores(scored, values, ids)
+
+
+def _following(chunk: Chunk) -> list[int]:
+    """The prompt tokens after the scored ones."""
+    first = chunk.start + 1
+    return chunk.request.tokens[first : first + chunk.num_scored].tolist()
