@@ -52,10 +52,12 @@ def check_sizes(given: Mapping[str, object]) -> None:
         _check("messages", count, _MOST_ENTRIES["messages"], "parts")
 
 
-def with_one_stranger(given: dict[str, object], known: Collection[str]) -> dict[str, object]:
-    """An object without its unknown fields but one: enough to refuse it. O(fields)."""
+def with_few_strangers(
+    given: dict[str, object], known: Collection[str], most: int
+) -> dict[str, object]:
+    """An object without its unknown fields but a few: enough to name them. O(fields)."""
     strangers = [name for name in given if name not in known]
-    return {name: given[name] for name in (*(given.keys() & known), *strangers[:1])}
+    return {name: given[name] for name in (*(given.keys() & known), *strangers[:most])}
 
 
 def checked_prompt(value: object) -> object:

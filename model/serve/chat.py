@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, answer, reason_json
+from model.serve.generation import Asked, EventForm, answer, reason_json, with_warning
 from model.serve.logprobs import LogprobsWriter, quoted
 from model.serve.protocol import ChatCompletion, ChatRequest
 from model.serve.service import Service
@@ -86,7 +86,7 @@ def chat(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
     async def talk(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        body.check()
+        body.check(is_strict=service.config.strict_fields)
         service.check_model(body.model)
         service.serving()
         prompt = await service.encode_chat(
@@ -118,6 +118,7 @@ def chat(service: Service) -> APIRouter:
             streams=bool(body.stream),
             names=names,
         )
-        return await answer(request, service, asked, _Messages(body, service))
+        response = await answer(request, service, asked, _Messages(body, service))
+        return with_warning(response, body)
 
     return router

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from model.control.request import FinishReason, SampledToken
 from model.errors import InvalidArgumentError
 from model.serve.errors import api_error
-from model.serve.generation import Asked, EventForm, answer, reason_json
+from model.serve.generation import Asked, EventForm, answer, reason_json, with_warning
 from model.serve.logprobs import LogprobsWriter, quoted
 from model.serve.protocol import Completion, CompletionRequest, Usage
 from model.serve.service import Service
@@ -111,7 +111,7 @@ def completions(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=Completion)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
-        body.check()
+        body.check(is_strict=service.config.strict_fields)
         service.check_model(body.model)
         service.serving()
         prompts = body.prompts
@@ -136,6 +136,7 @@ def completions(service: Service) -> APIRouter:
             streams=bool(body.stream),
             names=names,
         )
-        return await answer(request, service, asked, _Texts(body, service, echoes))
+        response = await answer(request, service, asked, _Texts(body, service, echoes))
+        return with_warning(response, body)
 
     return router

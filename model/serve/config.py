@@ -56,6 +56,11 @@ class ServeConfig:
         help="largest number of waiting requests; further ones are refused with status 429",
         least=0,
     )
+    strict_fields: bool = setting(
+        False,
+        help="refuse a request with an unknown field, in place of ignoring the field and naming it "
+        "in the header Warning",
+    )
     stream_share: float = setting(
         STREAM_SHARE,
         help="largest fraction of time spent on sending streamed tokens; with many streams, "

@@ -85,6 +85,14 @@ def usage(stream: TokenStream) -> Usage:
     )
 
 
+def with_warning(response: Response, asked: GenerationRequest) -> Response:
+    """An answer whose header names the fields of its request that were ignored. O(fields)."""
+    if asked.unknown_fields:
+        names = ", ".join(asked.unknown_fields)
+        response.headers["Warning"] = f'299 - "unknown fields were ignored: {names}"'
+    return response
+
+
 class EventForm:
     """What every answer has: its head, which each of its events repeats, and usage.
 

@@ -4,12 +4,14 @@ Decides: names, types and defaults, which of OpenAI's fields are taken although 
 them, and which are refused by name because an answer without them would be another one. What a
 value may be is checked where it is used: by `SamplingParams`.
 
-Invariants: a field that is not here is an error; so is a value of another type, and more
-than `bounds.py` allows.
+Invariants: a field that is not here is an error, but in a request itself, where it is ignored and
+named in a header unless --strict-fields is given; a value of another type is an error, and so is
+more than `bounds.py` allows.
 
 Does not know: how anything is answered.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -20,7 +22,7 @@ from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.control.submission import Prompt, Retained, Submission, salted
 from model.errors import InvalidArgumentError
-from model.serve.bounds import Text, check_sizes, checked_prompt, with_one_stranger
+from model.serve.bounds import Text, check_sizes, checked_prompt, with_few_strangers
 from model.serve.errors import ApiError
 
 _GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -34,6 +36,7 @@ _Prompt = Annotated[_Forms, PlainValidator(checked_prompt, json_schema_input_typ
 
 
 class _Strict(BaseModel):
+    MOST_STRANGERS: ClassVar[int] = 1
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -45,7 +48,7 @@ class _Strict(BaseModel):
         if len(given) <= len(cls.model_fields):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return with_one_stranger(given, known)
+        return with_few_strangers(given, known, cls.MOST_STRANGERS)
 
 
 class StreamOptions(_Strict):
@@ -91,6 +94,8 @@ class ResponseFormat(_Strict):
 class GenerationRequest(_Strict):
     """What completions and chats have in common."""
 
+    model_config = ConfigDict(extra="allow")
+    MOST_STRANGERS = 16
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {}
     """Fields that can only have these values, because nothing else is done."""
 
@@ -208,12 +213,23 @@ class GenerationRequest(_Strict):
         options = self.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
-    def check(self) -> None:
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Fields that no one here knows, at most 16 of them, as a header can have them. O(1)."""
+        names = list(self.model_extra or ())[: self.MOST_STRANGERS]
+        return [re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names]
+
+    def check(self, *, is_strict: bool) -> None:
         """Refuse what is not done here, by name. O(fields).
+
+        Args:
+            is_strict: whether fields that no one here knows are refused too.
 
         Raises:
             ApiError: it asks for that.
         """
+        for name in self.unknown_fields if is_strict else ():
+            raise ApiError(400, f"{name}: unknown field", param=name, code="unknown_field")
         for name, allowed in self.UNSUPPORTED.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:

@@ -49,7 +49,7 @@ WRONG = [
     (CompletionRequest, {"prompt": [1] * 2000 + ["a"]}),
     (CompletionRequest, {"prompt": [[1, 2, "a"]] * 2000}),
     (CompletionRequest, {"prompt": [1, True]}),
-    (CompletionRequest, {"prompt": "a", **dict.fromkeys(map(str, range(400_000)), 1)}),
+    (DetokenizeRequest, {"tokens": [1], **dict.fromkeys(map(str, range(400_000)), 1)}),
     (CompletionRequest, {"prompt": "a", "stop": [1] * 16}),
     (ChatRequest, {"messages": [{"rol": "user"}] * 16_000}),
     (ChatRequest, {"messages": [{**USER, **dict.fromkeys(map(str, range(400_000)), 1)}]}),
@@ -82,7 +82,7 @@ def test_the_largest_that_is_right_is_taken():
         ("/v1/completions", {"prompt": "a", "cache_salt": "\ud800"}, "cache_salt"),
         ("/v1/completions", {"prompt": ["a"] * 400}, "prompt"),  # 316 run or wait here
         ("/v1/completions", {"prompt": ["a"] * 100, "n": 4}, "n"),
-        ("/v1/completions", {"prompt": "a", "a": 1, "b": [2]}, "a"),
+        ("/tokenize", {"prompt": "a", "a": 1, "b": [2]}, "a"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\udfff"}]},
          "messages.0.content"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),

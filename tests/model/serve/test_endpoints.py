@@ -99,3 +99,46 @@ def test_continuous_usage_counts_the_tokens_so_far_in_every_chunk(http, path):
 def test_continuous_usage_is_told_only_where_usage_is_asked_for_as_vllm_has_it(http):
     asked = {**GREEDY, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     assert all("usage" not in piece for piece in events(http.post("/v1/completions", json=asked)))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "A tuple is"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A tuple is"}]}),
+    ],
+)
+def test_an_unknown_field_is_ignored_and_named_in_a_header(http, path, asked, streams):
+    asked = {**asked, "max_tokens": 2, "temperature": 0, "stream": streams}
+    plain = http.post(path, json=asked)
+    other = http.post(path, json={**asked, "promt": "x", 'a\r\n"b': [1] * 9})
+    assert "Warning" not in plain.headers
+    assert other.headers["Warning"] == '299 - "unknown fields were ignored: promt, a???b"'
+    assert (plain.status_code, other.status_code) == (200, 200)
+    if not streams:
+        assert plain.json()["choices"] == other.json()["choices"]
+
+
+def test_at_most_sixteen_ignored_fields_are_named(http):
+    many = {f"x{number}": number for number in range(2000)}
+    answer = http.post("/v1/completions", json={**GREEDY, **many})
+    assert answer.status_code == 200
+    assert answer.headers["Warning"].count(",") == 15
+
+
+def test_strict_fields_refuses_an_unknown_field(make_engine):
+    config = ServeConfig(port=0, served_model_name="tiny", strict_fields=True)
+    with (
+        Served(AsyncEngine(make_engine, max_waiting=10), config) as running,
+        httpx.Client(base_url=running.url, timeout=60) as client,
+    ):
+        refused = client.post("/v1/completions", json={**GREEDY, "promt": "x"})
+        assert client.post("/v1/completions", json=GREEDY).status_code == 200
+    assert refused.status_code == 400
+    assert refused.json()["error"] == {
+        "message": "promt: unknown field",
+        "type": "invalid_request_error",
+        "param": "promt",
+        "code": "unknown_field",
+    }

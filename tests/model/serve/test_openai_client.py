@@ -211,7 +211,6 @@ def test_a_form_that_means_nothing_is_named(client, guide, param):
         ({"logit_bias": {"5": 1000}}, 400, "logit_bias"),
         ({"suffix": "."}, 400, "suffix"),
         ({"best_of": 3}, 400, "best_of"),
-        ({"extra_body": {"promt": 1}}, 400, "promt"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ],
 )
