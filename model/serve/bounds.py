@@ -27,7 +27,8 @@ _MOST_ENTRIES = {
 _MOST_OF_OTHERS = 1024
 _MOST_CHARACTERS = {
     "stop": 1024, "guided_choice": 65_536, "guided_json": 65_536, "guided_regex": 65_536,
-    "guided_grammar": 65_536,
+    "guided_grammar": 65_536, "json": 65_536, "regex": 65_536, "choice": 65_536,
+    "grammar": 65_536,
 }  # fmt: skip
 """Of a text, or of all texts of a list."""
 

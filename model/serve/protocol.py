@@ -25,7 +25,10 @@ from model.errors import InvalidArgumentError
 from model.serve.bounds import Text, check_sizes, checked_prompt, with_few_strangers
 from model.serve.errors import ApiError
 
-_GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_GRAMMARS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar",
+)  # fmt: skip
 MAX_SAMPLES = 128
 """The largest n, as OpenAI has it."""
 
@@ -91,6 +94,46 @@ class ResponseFormat(_Strict):
         return Grammar.json_schema(self.json_schema.schema_)
 
 
+class StructuredOutputs(_Strict):
+    """What an answer must be, as vLLM's `structured_outputs` has it: one of these."""
+
+    json_: dict[str, Any] | Text | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: _Many[Text] | None = None
+    grammar_: Text | None = Field(default=None, alias="grammar")
+    json_object: bool | None = None
+
+    @property
+    def grammar(self) -> Grammar:
+        """What an answer must be. O(it).
+
+        Raises:
+            ApiError: it says nothing, or several things.
+            InvalidArgumentError: it means nothing.
+        """
+        given = self.model_dump(by_alias=True, exclude_none=True)
+        if self.json_object is False:
+            del given["json_object"]
+        match given:
+            case {"json": schema, **others} if not others:
+                return Grammar.json_schema(schema)
+            case {"regex": regex, **others} if not others:
+                return Grammar.regex(regex)
+            case {"choice": choice, **others} if not others:
+                return Grammar.choice(choice)
+            case {"grammar": text, **others} if not others:
+                return Grammar("lark", text)
+            case {"json_object": True, **others} if not others:
+                return Grammar.json_object()
+        names = ", ".join(given) or "none"
+        raise ApiError(
+            400,
+            f"structured_outputs: wanted one of json, regex, choice, grammar and json_object, got "
+            f"{names}",
+            param="structured_outputs",
+        )
+
+
 class GenerationRequest(_Strict):
     """What completions and chats have in common."""
 
@@ -120,6 +163,7 @@ class GenerationRequest(_Strict):
     cache_salt: Text | None = None
     retain: _Many[Text] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | Text | None = None
     guided_regex: Text | None = None
     guided_choice: _Many[Text] | None = None
@@ -168,6 +212,8 @@ class GenerationRequest(_Strict):
                 return Grammar.choice(self.guided_choice)
             case "guided_grammar":
                 return Grammar("lark", self.guided_grammar or "")
+            case "structured_outputs" if self.structured_outputs is not None:
+                return self.structured_outputs.grammar
             case "response_format" if self.response_format is not None:
                 return self.response_format.grammar
         return None

@@ -167,6 +167,10 @@ def test_an_answer_follows_its_schema_expression_or_choice(client):
     for guide, pattern in (
         ({"guided_regex": "[0-9]{3}"}, r"[0-9]{3}"),
         ({"guided_choice": ["red", "green"]}, r"red|green"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, r"[0-9]{3}"),
+        ({"structured_outputs": {"choice": ["red", "green"]}}, r"red|green"),
+        ({"structured_outputs": {"grammar": 'start: "a" "b"'}}, "ab"),
+        ({"structured_outputs": {"json": {"enum": ["c"]}, "json_object": False}}, '"c"'),
     ):
         text = client.completions.create(**GREEDY, extra_body=guide).choices[0].text
         assert re.fullmatch(pattern, text)
@@ -181,6 +185,10 @@ def test_an_answer_follows_its_schema_expression_or_choice(client):
         ({"guided_json": "{"}, "guided_json"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
     ],
 )
 def test_a_form_that_means_nothing_is_named(client, guide, param):
