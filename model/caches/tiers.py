@@ -292,7 +292,7 @@ class StreamBlocks:
 
     def write_block(self, block_id: int, data: memoryview) -> None:
         """See `BlockMover.write_block`; the last one of a load sends the rest. O(its bytes)."""
-        self._parts[0][len(self._ids)] = torch.frombuffer(data, dtype=torch.uint8)
+        self._parts[0][len(self._ids)].numpy()[:] = np.frombuffer(data, np.uint8)
         self._ids.append(block_id)
         self._num_left -= 1
         if self._num_left == 0 or len(self._ids) == len(self._parts[0]):
