@@ -29,6 +29,7 @@ _UNLIKE_GREEDY = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "min_tokens",
     "seed",
     "n",
 )

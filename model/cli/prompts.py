@@ -29,7 +29,14 @@ from model.tiny import DEMO_PROMPTS
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _BESIDE = frozenset(one.name for one in settings_of(SampleOptions))
 _DRAWS = ("top_k", "top_p", "min_p", "seed", "n")
-_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
+_CHANGES = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "grammar",
+    "min_tokens",
+)
 _MAX_BYTES = 256 << 20
 _MAX_PROMPTS = 100_000
 _MAX_LINES = 1_000_000

@@ -56,7 +56,7 @@ def may_have_drafts(request: Request) -> bool:
     count them, and a grammar follows them.
     """
     params = request.params
-    return params.grammar is None and not params.counts_tokens
+    return params.grammar is None and not params.counts_tokens and not params.min_tokens
 
 
 def accepted_tokens(

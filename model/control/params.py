@@ -114,6 +114,13 @@ class SamplingParams:
     stop: tuple[str, ...] = setting(
         (), help="stop string: the text ends before it", least=1, is_common=True
     )
+    min_tokens: int = setting(
+        0,
+        help="smallest number of output tokens: until then no end-of-sequence token and none of "
+        "the stop token ids is generated",
+        least=0,
+        most=MAX_INT,
+    )
     ignore_eos: bool = setting(False, help="continue after the model's end-of-sequence token")
     logprobs: int | None = setting(
         None,
@@ -143,6 +150,11 @@ class SamplingParams:
             raise InvalidSettingError("grammar", "a Grammar", self.grammar)
         check_settings(self)
         _check_bias(self.logit_bias)
+        if self.min_tokens > self.max_tokens:
+            wanted = f"at most max_tokens, {self.max_tokens}"
+            raise InvalidSettingError("min_tokens", wanted, self.min_tokens)
+        if self.min_tokens and self.grammar is not None:
+            raise InvalidSettingError("min_tokens", "0 with a grammar", self.min_tokens)
 
     def _as_vllm_takes_them(self) -> dict[str, object]:
         """The fields in whose place vLLM takes other types, as they are here. O(fields)."""
@@ -174,7 +186,8 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether anything is done to its logits before a token is chosen. O(1)."""
-        return bool(self.logit_bias) or self.counts_tokens or self.grammar is not None
+        is_biased = bool(self.logit_bias) or self.min_tokens > 0
+        return is_biased or self.counts_tokens or self.grammar is not None
 
 
 def _check_bias(pairs: tuple[object, ...]) -> None:

@@ -255,6 +255,11 @@ class Request:
         return self.num_tokens == self.max_total_tokens
 
     @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end it. O(1)."""
+        return self._ends
+
+    @property
     def is_scoring(self) -> bool:
         """Whether log-probabilities of its prompt are still to be computed for it. O(1)."""
         return (

@@ -361,6 +361,7 @@ class _Changes:
             at, tokens, values = zip(*pairs, strict=True)
             added = column(values, device, torch.float32).squeeze(-1)
             self._bias = (index_of(at, device), index_of(tokens, device), added)
+        self._young = [(place, r) for place, r in enumerate(requests) if r.params.min_tokens]
         guided = [place for place, r in enumerate(requests) if r.params.grammar is not None]
         self._guided = [requests[place] for place in guided]
         self._guided_places = index_of(guided, device)
@@ -382,6 +383,15 @@ class _Changes:
         if self._bias is not None:
             at, tokens, added = self._bias
             some.index_put_((at, tokens), added, accumulate=True)
+        barred = [
+            (place, token)
+            for place, request in self._young
+            if request.num_output_tokens < request.params.min_tokens
+            for token in request.end_token_ids
+        ]
+        if barred:
+            at, tokens = (index_of(one, some.device) for one in zip(*barred, strict=True))
+            some.index_put_((at, tokens), some.new_tensor(-torch.inf))
         if self._guided:
             mask = self._grammars.mask(self._guided, newest())
             own = masked(some[self._guided_places], mask.to(some.device, non_blocking=True))

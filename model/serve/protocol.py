@@ -152,6 +152,7 @@ class GenerationRequest(_Strict):
     stop: Text | _Many[Text] | None = None
     stop_token_ids: _Many[int] | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -318,6 +319,7 @@ class GenerationRequest(_Strict):
             "stop": tuple(stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "max_tokens": max_tokens,
+            "min_tokens": self.min_tokens,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,

@@ -113,3 +113,20 @@ def test_a_length_that_was_given_bounds_requests():
     assert short.engine.max_model_len == 12
     with pytest.raises(InvalidArgumentError, match="12"):
         short.generate("A tuple is", model.SamplingParams(max_tokens=10), use_tqdm=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_end_is_generated_before_min_tokens(temperature, is_async):
+    llm = model.LLM(str(CHECKPOINT_DIR), num_blocks=100, eager=True, async_scheduling=is_async)
+    eos = next(iter(llm.engine.model.eos_token_ids))
+    likely = {"max_tokens": 9, "logit_bias": {eos: 100.0, 7: 100.0}, "stop_token_ids": [7]}
+    for wanted in (0, 1, 5, 9):
+        params = model.SamplingParams(min_tokens=wanted, temperature=temperature, seed=1, **likely)
+        other = model.SamplingParams(max_tokens=3)
+        first, _ = llm.generate(["A tuple is", "A list"], [params, other], use_tqdm=False)
+        tokens = first.outputs[0].token_ids
+        assert len(tokens) == min(wanted + 1, 9)
+        assert not {eos, 7} & set(tokens[:wanted])
+    with pytest.raises(InvalidArgumentError, match=r"^min_tokens: wanted at most max_tokens, 4"):
+        model.SamplingParams(max_tokens=4, min_tokens=5)
