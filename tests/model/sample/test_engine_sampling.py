@@ -16,7 +16,7 @@ VOCAB = 320
 NOISE = torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
 
 
-def hashed_logits(step):
+def hashed_logits(step, adapters=()):
     """Logits that depend on a row's last token and its position alone, exactly."""
     rows = step.logit_rows
     tokens, positions = step.input_ids[0, rows], step.position_ids[0, rows]
