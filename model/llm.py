@@ -129,6 +129,7 @@ class LLM:
         *,
         num_samples: int = 1,
         cache_salt: str = "",
+        lora_name: str | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue prompts; what came of each, in their order.
@@ -138,6 +139,7 @@ class LLM:
             sampling_params: of all of them, or one for each; None: greedy, with the default length.
             num_samples: how often each is continued.
             cache_salt: cached prefixes are shared only between prompts of the same salt.
+            lora_name: the LoRA adapter of `lora` that computes them; None: none does.
             use_tqdm: whether a bar is drawn, where stderr is a terminal.
 
         Raises:
@@ -155,10 +157,9 @@ class LLM:
         texts: dict[int, list[str]] = {}
         tokens: dict[int, list[SampledToken]] = {}
         try:
+            namespace = salted(cache_salt, lora_name)
             for prompt, one in zip(each, every, strict=True):
-                asked = Submission(
-                    prompt, one, num_samples=num_samples, namespace=salted(cache_salt)
-                )
+                asked = Submission(prompt, one, num_samples=num_samples, namespace=namespace)
                 groups.append(engine.submit(asked))
             texts = {r.request_id: [] for group in groups for r in group}
             tokens = {number: [] for number in texts}
@@ -229,6 +230,7 @@ class LLM:
         *,
         num_samples: int = 1,
         cache_salt: str = "",
+        lora_name: str | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, by the model's chat template; as `generate`."""
@@ -240,5 +242,6 @@ class LLM:
             sampling_params,
             num_samples=num_samples,
             cache_salt=cache_salt,
+            lora_name=lora_name,
             use_tqdm=use_tqdm,
         )

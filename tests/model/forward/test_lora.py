@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import backends
 import kvcore
-from model import EngineConfig, ModelError, SamplingParams, Submission
+from model import LLM, EngineConfig, ModelError, SamplingParams, Submission
+from model.cli.conversation import Conversation
 from model.control.admission import Admission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
@@ -269,3 +270,15 @@ def test_products_beside_weights_that_stay_quantised_are_floats(folders):
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     assert torch.equal(product.down, original[key.format("A")])
     assert torch.equal(product.up, original[key.format("B")])
+
+
+def test_an_adapter_answers_python_and_a_conversation(folders):
+    lora = tuple(f"{name}={folders[0] / name}" for name in TARGETS)
+    llm = LLM(str(CHECKPOINT_DIR), block_size=4, num_blocks=200, lora=lora)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    for name in (None, *TARGETS):
+        found = llm.generate([*PROMPTS], params, lora_name=name)
+        assert [list(one.outputs[0].token_ids) for one in found] == folders[2][name]
+        [chat] = llm.chat([{"role": "user", "content": "x"}], params, lora_name=name)
+        talk = Conversation(llm.engine, params, lora_name=name)
+        assert talk.ask("x", lambda _: None).text == chat.outputs[0].text
