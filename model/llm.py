@@ -14,6 +14,7 @@ Does not know: how tokens come about.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -190,7 +191,10 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, of Transformers. Reads its files."""
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.engine.model.name)
+        name, options = Path(self.engine.model.name), {}
+        if name.suffix == ".gguf" and name.is_file():
+            name, options = name.parent, {"gguf_file": name.name}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(name), **options)
         return tokenizer
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:

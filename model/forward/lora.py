@@ -16,7 +16,7 @@ Does not know: the scheduler, sampling, where a request's prompt came from.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -208,12 +208,12 @@ def _alpha(name: str, path: str, config: Mapping[str, Any]) -> float:
     """What scales a product, before the rank divides it."""
     try:
         alpha = _by_pattern(config.get("alpha_pattern"), path, config.get("lora_alpha", 8))
-        if isinstance(alpha, int | float) and not isinstance(alpha, bool) and isfinite(alpha):
-            return float(alpha)
     except re.error as error:
         raise ModelNotFoundError(f"lora: {name}: alpha_pattern: {reason(error)}") from error
-    except OverflowError:
-        pass
+    if isinstance(alpha, int | float) and not isinstance(alpha, bool):
+        with suppress(OverflowError):  # an integer that no float can be
+            if isfinite(alpha):
+                return float(alpha)
     raise ModelNotFoundError(
         f"lora: {name}: lora_alpha: wanted a finite number, got {shown(alpha)}"
     )
