@@ -12,6 +12,7 @@ Does not know: how tokens come about.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model, loaded, that continues prompts.
+    """A model, loaded, that continues prompts. When it is gone, tiers store the rest, and close.
 
     Args:
         model: a folder, or an id on the hub.
@@ -122,6 +123,7 @@ class LLM:
         check_settings(options)
         config = EngineConfig(**said)  # type: ignore[arg-type]  # it checks them
         self.engine: Engine = make_engine(options, config)
+        weakref.finalize(self, self.engine.end)  # at the end of the process too
 
     def generate(
         self,
