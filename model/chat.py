@@ -73,6 +73,8 @@ if __name__ == "__main__":
             sys.exit(follow(options.model, options.engine))
         with telling(f"loading {options.model.path}"):
             engine = make_engine(options.model, options.engine, say)
-        talk = Conversation(engine, options.params, options.chat.system)
+        talk = Conversation(
+            engine, options.params, options.chat.system, lora_name=options.chat.lora_name
+        )
         converse(talk, sys.stdin, sys.stdout, reports=options.chat.report)
         engine.end()

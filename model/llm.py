@@ -12,8 +12,10 @@ Does not know: how tokens come about.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -97,7 +99,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model, loaded, that continues prompts.
+    """A model, loaded, that continues prompts. When it is gone, tiers store the rest, and close.
 
     Args:
         model: a folder, or an id on the hub.
@@ -121,6 +123,7 @@ class LLM:
         check_settings(options)
         config = EngineConfig(**said)  # type: ignore[arg-type]  # it checks them
         self.engine: Engine = make_engine(options, config)
+        weakref.finalize(self, self.engine.end)  # at the end of the process too
 
     def generate(
         self,
@@ -129,6 +132,7 @@ class LLM:
         *,
         num_samples: int = 1,
         cache_salt: str = "",
+        lora_name: str | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue prompts; what came of each, in their order.
@@ -138,6 +142,7 @@ class LLM:
             sampling_params: of all of them, or one for each; None: greedy, with the default length.
             num_samples: how often each is continued.
             cache_salt: cached prefixes are shared only between prompts of the same salt.
+            lora_name: the LoRA adapter of `lora` that computes them; None: none does.
             use_tqdm: whether a bar is drawn, where stderr is a terminal.
 
         Raises:
@@ -155,10 +160,9 @@ class LLM:
         texts: dict[int, list[str]] = {}
         tokens: dict[int, list[SampledToken]] = {}
         try:
+            namespace = salted(cache_salt, lora_name)
             for prompt, one in zip(each, every, strict=True):
-                asked = Submission(
-                    prompt, one, num_samples=num_samples, namespace=salted(cache_salt)
-                )
+                asked = Submission(prompt, one, num_samples=num_samples, namespace=namespace)
                 groups.append(engine.submit(asked))
             texts = {r.request_id: [] for group in groups for r in group}
             tokens = {number: [] for number in texts}
@@ -189,7 +193,10 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, of Transformers. Reads its files."""
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.engine.model.name)
+        name, options = Path(self.engine.model.name), {}
+        if name.suffix == ".gguf" and name.is_file():
+            name, options = name.parent, {"gguf_file": name.name}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(name), **options)
         return tokenizer
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
@@ -229,6 +236,7 @@ class LLM:
         *,
         num_samples: int = 1,
         cache_salt: str = "",
+        lora_name: str | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, by the model's chat template; as `generate`."""
@@ -240,5 +248,6 @@ class LLM:
             sampling_params,
             num_samples=num_samples,
             cache_salt=cache_salt,
+            lora_name=lora_name,
             use_tqdm=use_tqdm,
         )

@@ -21,7 +21,7 @@ from model.cli.exits import Stopped
 from model.cli.progress import say
 from model.cli.signals import StopRequest, stopping
 from model.control.params import SamplingParams
-from model.control.submission import Submission
+from model.control.submission import Submission, salted
 from model.engine import Engine
 from model.errors import InvalidArgumentError, visible
 
@@ -57,10 +57,19 @@ class Conversation:
         engine: answers; nothing else runs on it.
         params: of every answer; its `max_tokens` is cut to what the model's length allows.
         system: the message that it begins with; None: none.
+        lora_name: the LoRA adapter that answers; None: none does.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        system: str | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> None:
         self._engine = engine
+        self._namespace = salted("", lora_name)
         self._params = params
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.messages = [*self._first]
@@ -88,7 +97,7 @@ class Conversation:
         prompt = engine.model.codec.encode_chat(history)
         room = max(1, engine.max_model_len - len(prompt))
         params = dataclasses.replace(self._params, max_tokens=min(self._params.max_tokens, room))
-        (request,) = engine.submit(Submission(prompt, params))
+        (request,) = engine.submit(Submission(prompt, params, namespace=self._namespace))
         pieces = []
         try:
             while engine.has_unfinished and not stop:

@@ -159,6 +159,9 @@ class ChatOptions:
     system: str | None = setting(
         None, help="system message: what the conversation begins with", least=1, is_common=True
     )
+    lora_name: str | None = setting(
+        None, help="the LoRA adapter that answers, one of those of --lora", metavar="NAME"
+    )
     report: bool = setting(
         False, help="print tokens and prefix cache hits after each answer", is_common=True
     )

@@ -52,5 +52,6 @@ def parse_args(argv: Sequence[str] | None = None) -> ClusterOptions:
         api_keys=keys_of_environment(),
     )
     engine = said.of(EngineConfig, record_events=True)
+    serve.check_adapters(engine.lora)
     cluster = said.of(ClusterConfig)
     return ClusterOptions(cluster=cluster, serve=serve, model=model, engine=engine)

@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 import backends
 from model.attention.batch import StepTensors
 from model.errors import UnsupportedModelError
-from model.forward.lora import Adapter, Rows
 from model.forward.network import PagedNetwork
 from model.load.loader import LoadedModel
 
@@ -63,11 +62,11 @@ class BatchInvariantNetwork(PagedNetwork):
         step: StepTensors,
         *,
         backend: backends.Backend | None = None,
-        adapters: Sequence[tuple[Adapter, Rows]] = (),
+        by_module: bool = False,
     ) -> Tensor:
         """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
         with _RowByRow():
-            return super().logits(step, backend=backend, adapters=adapters)
+            return super().logits(step, backend=backend, by_module=by_module)
 
 
 class BatchInvariantBackend:
@@ -113,8 +112,13 @@ def _token_by_token(batch: backends.PagedBatch) -> backends.PagedBatch:
     )
 
 
+_ROUNDED = frozenset({"cos", "exp", "gelu", "mish", "sigmoid", "silu", "sin", "softplus", "tanh"})
+"""Functions of one number whose last bit depends on how many numbers there are: PyTorch computes
+the rest that does not fill a processor's vector in another way."""
+
+
 class _RowByRow(TorchFunctionMode):
-    """Computes every linear layer row by row."""
+    """Computes linear layers, and functions that are not exact, row by row."""
 
     def __torch_function__(
         self,
@@ -126,12 +130,27 @@ class _RowByRow(TorchFunctionMode):
         del types
         if func is functional.linear:
             return _linear(*args, **(kwargs or {}))  # type: ignore[arg-type]
-        if getattr(func, "__name__", "") in _MIXED:
+        name = getattr(func, "__name__", "")
+        if name in _ROUNDED and isinstance(args[0], Tensor) and args[0].ndim > 1:
+            return _each_row(func, args[0], args[1:], kwargs or {})
+        if name in _MIXED:
             raise UnsupportedModelError(
                 f"batch_invariant: this model computes rows of several tokens in one "
                 f"{func.__name__}; leave --batch-invariant out"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _each_row(
+    func: Callable[..., object],
+    rows: Tensor,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> Tensor:
+    """A function of each number, called for one row after the other."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    found = [func(row, *args, **kwargs) for row in flat]
+    return torch.stack(found).reshape(rows.shape) if found else rows  # type: ignore[arg-type]
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

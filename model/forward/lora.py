@@ -16,10 +16,11 @@ Does not know: the scheduler, sampling, where a request's prompt came from.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ _PLAIN = {  # what another value would change the product by
     "trainable_token_indices": ([], {}),
     "target_parameters": ([],),
     "layer_replication": ([],),
+    # By the others the base weights are changed too.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "alora_invocation_tokens": ([],),
+    "use_qalora": (False,),
+    "arrow_config": ({},),
 }
 
 
@@ -89,7 +95,7 @@ def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
         network: the base model; the products get its device and dtype.
 
     Raises:
-        InvalidArgumentError: the text is not of that form.
+        InvalidArgumentError: the text is not of that form, or UTF-8 cannot encode the name.
         ModelNotFoundError: there is no such folder, or its files are broken.
         UnsupportedModelError: the adapter does more than add products to linear layers, or is one
             for another network.
@@ -97,12 +103,9 @@ def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
     name, equals, place = text.partition("=")
     if not name or not equals or not place:
         raise InvalidArgumentError(f"lora: wanted NAME=PATH, got {shown(text)}")
-    folder = Path(place).expanduser()
-    for file in (_CONFIG, _WEIGHTS):
-        if not (folder / file).is_file():
-            raise ModelNotFoundError(
-                f"lora: {name}: {folder / file} is missing: wanted a folder that PEFT wrote"
-            )
+    if not name.isprintable():  # nor is what UTF-8 cannot encode
+        raise InvalidArgumentError(f"lora: wanted a name that can be printed, got {shown(name)}")
+    folder = _folder(name, place)
     config = read_object(folder / _CONFIG)
     for key, allowed in _PLAIN.items():
         value = config.get(key)
@@ -117,6 +120,22 @@ def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
         digest.update((folder / file).read_bytes())
     products = {path: _product(name, path, both, config, network) for path, both in halves.items()}
     return Adapter(name, int.from_bytes(digest.digest()[:8], "little"), products)
+
+
+def _folder(name: str, place: str) -> Path:
+    """The folder of an adapter, which has both files."""
+    try:
+        folder = Path(place).expanduser()
+        missing = [file for file in (_CONFIG, _WEIGHTS) if not (folder / file).is_file()]
+    except (OSError, RuntimeError, ValueError) as error:  # no access, no home, a name too long
+        raise ModelNotFoundError(
+            f"lora: {name}: {shown(place)} cannot be read: {reason(error)}"
+        ) from error
+    if missing:
+        raise ModelNotFoundError(
+            f"lora: {name}: {folder / missing[0]} is missing: wanted a folder that PEFT wrote"
+        )
+    return folder
 
 
 def _halves(name: str, file: Path) -> dict[str, dict[str, Tensor]]:
@@ -159,22 +178,45 @@ def _product(
         )
     down, up = both.get("A"), both.get("B")
     shape = (layer.out_features, layer.in_features)
-    if down is None or up is None or down.ndim != 2 or (len(up), down.shape[1]) != shape:
-        got = "half of it" if down is None or up is None else f"{len(up)}x{down.shape[-1]}"
+    if down is None or up is None:
+        got: str | None = "half of it"
+    elif down.ndim != 2 or up.ndim != 2:
+        got = f"tensors of {down.ndim} and {up.ndim} dimensions"
+    else:
+        is_fitting = (len(up), down.shape[1]) == shape
+        got = None if is_fitting else f"{len(up)}x{down.shape[1]}"
+    if got is not None or down is None or up is None:
         raise UnsupportedModelError(
             f"lora: {name}: {path}: wanted a product of {shape[0]}x{shape[1]}, got {got}: the "
             f"adapter is one for another base model"
         )
     rank = len(down)
-    if up.shape != (shape[0], rank):
+    if up.shape[1] != rank or not rank:
         raise UnsupportedModelError(
-            f"lora: {name}: {path}: wanted both halves of one rank, got {rank} and {up.shape[-1]}"
+            f"lora: {name}: {path}: wanted both halves of one rank, got {rank} and {up.shape[1]}"
         )
-    alpha = _by_pattern(config.get("alpha_pattern"), path, config.get("lora_alpha", rank))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise ModelNotFoundError(f"lora: {name}: lora_alpha: wanted a number, got {shown(alpha)}")
-    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    return Product(down.to(layer.weight), up.to(layer.weight), scale)
+    scale = _alpha(name, path, config) / (rank**0.5 if config.get("use_rslora") else rank)
+    weight = layer.weight  # one that stays quantised is of integers
+    dtype = weight.dtype if weight.is_floating_point() else network.dtype
+    down, up = down.to(weight.device, dtype), up.to(weight.device, dtype)
+    if not (down.isfinite().all() and up.isfinite().all()):
+        raise ModelNotFoundError(f"lora: {name}: {path}: wanted finite weights in {dtype}")
+    return Product(down, up, scale)
+
+
+def _alpha(name: str, path: str, config: Mapping[str, Any]) -> float:
+    """What scales a product, before the rank divides it."""
+    try:
+        alpha = _by_pattern(config.get("alpha_pattern"), path, config.get("lora_alpha", 8))
+    except re.error as error:
+        raise ModelNotFoundError(f"lora: {name}: alpha_pattern: {reason(error)}") from error
+    if isinstance(alpha, int | float) and not isinstance(alpha, bool):
+        with suppress(OverflowError):  # an integer that no float can be
+            if isfinite(alpha):
+                return float(alpha)
+    raise ModelNotFoundError(
+        f"lora: {name}: lora_alpha: wanted a finite number, got {shown(alpha)}"
+    )
 
 
 def _by_pattern(patterns: object, path: str, default: object) -> object:

@@ -10,7 +10,7 @@ Does not know: requests, sampling, why there are `num_blocks` blocks, how a step
 
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ from model.compile.few_rows import kernels_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import UnsupportedModelError
-from model.forward.lora import Adapter, Adapters, Rows, read_adapter
+from model.forward.lora import Adapters, read_adapter
 from model.load.loader import LoadedModel
 from model.load.probes import check_tokens_alone, probe_layers
 from model.load.recurrence import probe_recurrence
@@ -308,24 +308,23 @@ class PagedNetwork:
         step: StepTensors,
         *,
         backend: backends.Backend | None = None,
-        adapters: Sequence[tuple[Adapter, Rows]] = (),
+        by_module: bool = False,
     ) -> Tensor:
         """Compute a step: write its keys and values, return [num_sampled, vocab_size].
 
         Args:
             step: on the network's device.
-            adapters: the rows of each LoRA adapter; the pass then runs module by module.
             backend: computes attention; None: the network's own backend.
+            by_module: run the modules, with what is hooked to them, even if they were traced.
         """
+        traced = None if by_module else self._traced
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
-        is_compiled = isinstance(self._traced, PiecewiseNetwork)
-        with torch.no_grad() if is_compiled else torch.inference_mode(), ExitStack() as chosen:
-            if adapters and self.adapters is not None:
-                chosen.enter_context(self.adapters.choosing(adapters))
-            elif self._traced is not None:
-                return self._traced.logits(
+        is_compiled = isinstance(traced, PiecewiseNetwork)
+        with torch.no_grad() if is_compiled else torch.inference_mode():
+            if traced is not None:
+                return traced.logits(
                     step.input_ids, step.position_ids, step.logit_rows, paged, states
                 )
             with nullcontext() if self.rope is None else self.rope.choosing(step.is_long):

@@ -11,6 +11,7 @@ Does not know: how requests are scheduled, what becomes of a token.
 """
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -22,12 +23,13 @@ from model.caches.swap import BlockMover
 from model.control.request import Request
 from model.control.step import FORWARD, PREPARE, SAMPLE, Flight, Step, StepWatch, rows_behind
 from model.forward.cuda_graphs import CudaGraphs, Passed
-from model.forward.lora import Adapter, Rows
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
 from model.sample.prompt_scores import score_prompts
 from model.sample.request_sampler import RequestSampler
+
+_num_scored = operator.attrgetter("num_scored")
 
 
 def _places(
@@ -134,13 +136,14 @@ class StepRunner:
             self._sanitizer.begin_step(step, tensors, network.caches, network.layout)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
-            num_scored = sum([chunk.num_scored for chunk in step.chunks])
+            num_scored = sum(map(_num_scored, step.chunks))
             adapters = self._network.adapters
-            passed = self._pass(
-                tensors,
-                [] if adapters is None else adapters.groups(step.chunks),
-                may_replay=not num_scored,
-            )
+            groups = None if adapters is None else adapters.groups(step.chunks)
+            if adapters is not None and groups:
+                with adapters.choosing(groups):
+                    passed = self._pass(tensors, may_replay=False, by_module=True)
+            else:
+                passed = self._pass(tensors, may_replay=not num_scored)
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
@@ -162,14 +165,8 @@ class StepRunner:
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn, drafted, scored)
 
-    def _pass(
-        self,
-        tensors: StepTensors,
-        adapters: Sequence[tuple[Adapter, Rows]],
-        *,
-        may_replay: bool,
-    ) -> Passed:
-        graphs = self._graphs if may_replay and not adapters else None
+    def _pass(self, tensors: StepTensors, *, may_replay: bool, by_module: bool = False) -> Passed:
+        graphs = self._graphs if may_replay else None
         bucket = None if graphs is None else graphs.bucket_of(tensors)
         if graphs is not None and bucket is not None:
             return graphs.replay(tensors, bucket)
@@ -177,4 +174,6 @@ class StepRunner:
         if tensors.sources is not None:
             ids = chosen_ids(tensors.input_ids, tensors.sources, self._drawn)
             tensors = dataclasses.replace(tensors, input_ids=ids, sources=None)
-        return Passed(self._network.logits(tensors, adapters=adapters))
+        if by_module:
+            return Passed(self._network.logits(tensors, by_module=True))
+        return Passed(self._network.logits(tensors))

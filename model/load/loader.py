@@ -522,12 +522,12 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
             f"model: {path}: model_type: Transformers {transformers_version} knows no "
             f"{shown(kind)}{code if 'auto_map' in content else ''}"
         )
-    settings = content.get("quantization_config", {})
-    if not isinstance(settings, dict):
+    settings = content.get("quantization_config")
+    if settings is not None and not isinstance(settings, dict):
         raise ModelNotFoundError(
             f"model: {path}: quantization_config: wanted an object, got {shown(settings)}"
         )
-    if "quantization" in content and "quantization_config" not in content:
+    if content.get("quantization") is not None and settings is None:
         raise UnsupportedModelError(
             f"model: {path}: quantization: these are weights for Apple's MLX, which nothing here "
             f"reads. Give the checkpoint that they were made from"

@@ -61,4 +61,5 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
         api_keys=keys_of_environment(),
     )
     engine = said.of(EngineConfig, record_events=serve.kv_events is not None)
+    serve.check_adapters(engine.lora)
     return ServeOptions(model=model, engine=engine, serve=serve)

@@ -31,7 +31,10 @@ class _Messages(EventForm):
     """
 
     def __init__(self, body: ChatRequest, service: Service) -> None:
-        head = {"id": service.new_id("chatcmpl"), "created": service.now(), "model": service.name}
+        head = {
+            "id": service.new_id("chatcmpl"), "created": service.now(),
+            "model": body.model or service.name,
+        }  # fmt: skip
         super().__init__(body, head, ("chat.completion", "chat.completion.chunk"))
         self._num_samples = body.num_samples
         self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)

@@ -32,7 +32,8 @@ class _Texts(EventForm):
     def __init__(self, body: CompletionRequest, service: Service, echoes: Sequence[str]) -> None:
         kind = "text_completion"
         head = {
-            "id": service.new_id("cmpl"), "created": service.now(), "model": service.name,
+            "id": service.new_id("cmpl"), "created": service.now(),
+            "model": body.model or service.name,
         }  # fmt: skip
         super().__init__(body, head, (kind, kind))
         self._num_samples = body.num_samples

@@ -7,10 +7,11 @@ Does not know: FastAPI, the engine.
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.control.settings import check_settings, setting
-from model.errors import UsageError
+from model.errors import UsageError, shown
 from model.pace import STREAM_SHARE
 
 _API_KEY = "KVCORE_API_KEY"
@@ -105,6 +106,21 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    def check_adapters(self, lora: Sequence[str]) -> None:
+        """Refuse LoRA adapters that no request could name. O(adapters).
+
+        Args:
+            lora: each `NAME=PATH`.
+
+        Raises:
+            UsageError: one has the name of the model.
+        """
+        if self.served_model_name in [text.partition("=")[0] for text in lora]:
+            raise UsageError(
+                f"--lora: wanted names other than the model's, got "
+                f"{shown(self.served_model_name)}; --served-model-name changes that"
+            )
 
 
 def keys_of_environment() -> tuple[str, ...]:

@@ -134,6 +134,15 @@ class StructuredOutputs(_Strict):
         )
 
 
+_UNSUPPORTED_ANYWHERE: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": (), "bad_words": ([],), "truncate_prompt_tokens": (), "documents": ([],),
+    "prompt_logprobs": (), "prompt_embeds": (), "use_beam_search": (False,), "chat_template": (),
+    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "lora_request": (),
+    "continue_final_message": (False,),
+}  # fmt: skip
+"""Fields of vLLM's that change an answer: these values alone change nothing."""
+
+
 class GenerationRequest(_Strict):
     """What completions and chats have in common."""
 
@@ -263,7 +272,9 @@ class GenerationRequest(_Strict):
     @property
     def unknown_fields(self) -> list[str]:
         """Fields that no one here knows, at most 16 of them, as a header can have them. O(1)."""
-        names = list(self.model_extra or ())[: self.MOST_STRANGERS]
+        known = _UNSUPPORTED_ANYWHERE
+        names = [name for name in self.model_extra or () if name not in known]
+        names = names[: self.MOST_STRANGERS]
         return [re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names]
 
     def check(self, *, is_strict: bool) -> None:
@@ -277,8 +288,8 @@ class GenerationRequest(_Strict):
         """
         for name in self.unknown_fields if is_strict else ():
             raise ApiError(400, f"{name}: unknown field", param=name, code="unknown_field")
-        for name, allowed in self.UNSUPPORTED.items():
-            value = getattr(self, name)
+        for name, allowed in (self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE).items():
+            value = getattr(self, name, None)
             if value is not None and value not in allowed:
                 raise ApiError(
                     400, f"{name}: not supported by this server", param=name, code="unsupported"

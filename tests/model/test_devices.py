@@ -162,7 +162,7 @@ def test_penalties_beside_recorded_draws_are_those_of_the_reference(
 ):
     noise = NOISE.to(backend.device)
 
-    def hashed_logits(step, adapters=()):
+    def hashed_logits(step):
         rows = step.logit_rows
         tokens, positions = step.input_ids[0, rows], step.position_ids[0, rows]
         return noise[(tokens * 31 + positions * 7) % 97]

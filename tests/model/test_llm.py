@@ -1,5 +1,6 @@
 """`LLM` in vLLM's shape says what the engine says."""
 
+import gc
 import math
 
 import pytest
@@ -130,3 +131,18 @@ def test_no_end_is_generated_before_min_tokens(temperature, is_async):
         assert not {eos, 7} & set(tokens[:wanted])
     with pytest.raises(InvalidArgumentError, match=r"^min_tokens: wanted at most max_tokens, 4"):
         model.SamplingParams(max_tokens=4, min_tokens=5)
+
+
+def test_tiers_keep_everything_when_an_llm_is_gone(tmp_path):
+    prompts = [[*range(first, first + 300)] for first in (5, 9)]
+    num_found = []
+    for _ in range(2):
+        llm = model.LLM(
+            str(CHECKPOINT_DIR), num_blocks=200, block_size=4, eager=True, disk=str(tmp_path)
+        )
+        [disk] = llm.engine.tiers.tiers.tiers
+        num_found.append(disk.stats.num_records)
+        llm.generate(prompts, model.SamplingParams(max_tokens=3), use_tqdm=False)
+        del llm
+        gc.collect()
+    assert num_found == [0, 150]

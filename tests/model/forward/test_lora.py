@@ -9,11 +9,12 @@ from safetensors.torch import load_file, save_file
 
 import backends
 import kvcore
-from model import EngineConfig, ModelError, SamplingParams, Submission
+from model import LLM, EngineConfig, ModelError, SamplingParams, Submission
+from model.cli.conversation import Conversation
 from model.control.admission import Admission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
-from model.forward.lora import Adapters
+from model.forward.lora import Adapters, read_adapter
 from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
 from tests.model.networks import greedy_logits, preempt_in_steps
@@ -172,6 +173,22 @@ def elsewhere(tensors):
     return {key.replace("q_proj", "qq_proj"): tensor for key, tensor in tensors.items()}
 
 
+def of_no_rank(tensors):
+    return {
+        key: tensor[:0] if "lora_A" in key else tensor[:, :0].contiguous()
+        for key, tensor in tensors.items()
+    }
+
+
+def without_dimensions(tensors):
+    return tensors | {first(tensors, "lora_B"): torch.tensor(1.0)}
+
+
+def not_numbers(tensors):
+    key = first(tensors, "lora_B")
+    return tensors | {key: tensors[key] * float("nan")}
+
+
 def of_the_head(tensors):
     key = "base_model.model.lm_head.lora_{}.weight"
     return {key.format("A"): torch.ones(2, 192), key.format("B"): torch.ones(2048, 2)}
@@ -185,7 +202,15 @@ EDITS = {
     "use_dora: wanted False": (None, {"use_dora": True}),
     "bias: wanted 'none'": (None, {"bias": "all"}),
     "peft_type: wanted 'LORA'": (None, {"peft_type": "IA3"}),
-    "lora_alpha: wanted a number": (None, {"lora_alpha": "x"}),
+    "lora_alpha: wanted a finite number": (None, {"lora_alpha": "x"}),
+    "lora_alpha: wanted a finite number, got 1000": (None, {"lora_alpha": 10**400}),
+    "lora_alpha: wanted a finite number, got nan": (None, {"lora_alpha": float("nan")}),
+    "alpha_pattern: error: missing )": (None, {"alpha_pattern": {"(": 1}}),
+    "init_lora_weights: wanted True, got 'pissa'": (None, {"init_lora_weights": "pissa"}),
+    "alora_invocation_tokens: wanted []": (None, {"alora_invocation_tokens": [7]}),
+    "of one rank, got 0 and 0": (of_no_rank, {}),
+    "got tensors of 2 and 0 dimensions": (without_dimensions, {}),
+    "wanted finite weights": (not_numbers, {}),
 }
 
 
@@ -201,6 +226,9 @@ def test_bad_names_are_refused(folders):
     place = folders[0]
     assert "wanted NAME=PATH" in refusal(("sql",))
     assert "adapter_config.json is missing" in refusal((f"sql={place}",))
+    assert "wanted a name that can be printed" in refusal((f"\udcff={place / 'all'}",))
+    assert "cannot be read" in refusal((f"sql={'x' * 5000}",))
+    assert "cannot be read" in refusal(("sql=~nobody-has-this-name/x",))
     both = (f"sql={place / 'all'}", f"sql={place / 'attention'}")
     assert "'sql' twice" in refusal(both)
     engine = engine_with(place)
@@ -226,3 +254,31 @@ def test_a_layer_that_the_network_passes_by_is_refused(folders):
             backends.get_backend("numba"),
             EngineConfig(block_size=4, lora=(f"sql={place / 'attention'}",)),
         )
+
+
+def test_products_beside_weights_that_stay_quantised_are_floats(folders):
+    bitsandbytes = pytest.importorskip("bitsandbytes").nn
+    network = load_model(str(CHECKPOINT_DIR), CPU).network
+    attention = network.model.layers[0].self_attn
+    plain = attention.q_proj
+    quantised = bitsandbytes.Linear4bit(plain.in_features, plain.out_features, bias=False)
+    quantised.weight = bitsandbytes.Params4bit(plain.weight.data, quant_type="nf4").to("cpu")
+    attention.q_proj = quantised
+    adapter = read_adapter(f"sql={folders[0] / 'attention'}", network)
+    product = adapter.products["model.layers.0.self_attn.q_proj"]
+    original = load_file(folders[0] / "attention" / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    assert torch.equal(product.down, original[key.format("A")])
+    assert torch.equal(product.up, original[key.format("B")])
+
+
+def test_an_adapter_answers_python_and_a_conversation(folders):
+    lora = tuple(f"{name}={folders[0] / name}" for name in TARGETS)
+    llm = LLM(str(CHECKPOINT_DIR), block_size=4, num_blocks=200, lora=lora)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    for name in (None, *TARGETS):
+        found = llm.generate([*PROMPTS], params, lora_name=name)
+        assert [list(one.outputs[0].token_ids) for one in found] == folders[2][name]
+        [chat] = llm.chat([{"role": "user", "content": "x"}], params, lora_name=name)
+        talk = Conversation(llm.engine, params, lora_name=name)
+        assert talk.ask("x", lambda _: None).text == chat.outputs[0].text

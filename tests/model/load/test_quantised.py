@@ -1,6 +1,7 @@
 """Published formats of quantised weights: what is read and written, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import backends
-from model import EngineConfig, ModelError, SamplingParams
+from model import LLM, EngineConfig, ModelError, SamplingParams
 from model.engine import Engine
 from model.load import quantised
 from model.load.loader import load_model
@@ -126,6 +127,17 @@ def test_a_broken_gguf_file_is_an_error_in_a_line(tmp_path):
     for size in (0, 4, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         assert str(path) in refusal(path) or "does not load" in refusal(path)
+
+
+def test_the_tokenizer_of_a_gguf_file_is_in_it(tmp_path):
+    llm = LLM(str(written(tmp_path, "GGUF Q8_0")), num_blocks=20)
+    assert llm.get_tokenizer().encode(PROMPTS[0]) == llm.engine.model.codec.encode(PROMPTS[0])
+
+
+def test_a_configuration_may_say_that_nothing_is_quantised(tmp_path):
+    folder = shutil.copytree(CHECKPOINT_DIR, tmp_path / "checkpoint")
+    changed(folder, quantization_config=None, quantization=None)
+    assert load_model(str(folder), CPU).eos_token_ids
 
 
 def test_weights_for_mlx_are_refused_with_what_to_do(tmp_path):

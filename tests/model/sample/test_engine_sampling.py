@@ -16,7 +16,7 @@ VOCAB = 320
 NOISE = torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
 
 
-def hashed_logits(step, adapters=()):
+def hashed_logits(step):
     """Logits that depend on a row's last token and its position alone, exactly."""
     rows = step.logit_rows
     tokens, positions = step.input_ids[0, rows], step.position_ids[0, rows]
@@ -194,7 +194,7 @@ def test_a_row_that_is_no_numbers_ends_by_that_even_if_a_bias_hides_it():
     engine = make()
     broken = NOISE[:1].clone()
     broken[0, 3] = torch.nan
-    engine.network.logits = lambda step, adapters: broken.expand(len(step.logit_rows), -1)
+    engine.network.logits = lambda step: broken.expand(len(step.logit_rows), -1)
     how = SamplingParams(max_tokens=3, logit_bias=((3, -100.0),), logprobs=1)
     request = engine.add_request(PROMPT, how)
     assert run(engine, [request]) == [[]]

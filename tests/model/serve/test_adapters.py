@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from model.async_engine import AsyncEngine
+from model.cluster import args as cluster_args
+from model.errors import UsageError
+from model.serve.args import parse_args
 from model.serve.config import ServeConfig
 from tests.model.serve.conftest import DEADLINE_S, Served
 
@@ -48,6 +51,16 @@ def test_an_adapter_is_listed_and_asked_for_by_its_name(http):
         for name in (base, "sql")
     ]
     assert answers[0]["choices"] != answers[1]["choices"]
+    assert [answer["model"] for answer in answers] == [base, "sql"]
+    assert http.post("/v1/completions", json=body | {"model": "sql"}).json()["model"] == "sql"
     answer = http.post("/v1/completions", json=body | {"model": "other"})
     assert answer.status_code == 404
     assert "'sql'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("parse", [parse_args, cluster_args.parse_args])
+def test_an_adapter_with_the_name_of_the_model_is_refused(parse):
+    with pytest.raises(UsageError, match="other than the model's, got 'sql'"):
+        parse(["--served-model-name", "sql", "--lora", "sql=somewhere"])
+    with pytest.raises(UsageError, match="other than the model's, got 'tiny'"):
+        parse(["--lora", "other=somewhere", "--lora", "tiny=somewhere"])

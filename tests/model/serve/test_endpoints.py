@@ -120,6 +120,18 @@ def test_an_unknown_field_is_ignored_and_named_in_a_header(http, path, asked, st
         assert plain.json()["choices"] == other.json()["choices"]
 
 
+@pytest.mark.parametrize(
+    ("name", "harmless", "other"),
+    [("bad_words", [], ["x"]), ("skip_special_tokens", True, False), ("chat_template", None, "x")],
+)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(http, name, harmless, other):
+    answer = http.post("/v1/completions", json={**GREEDY, name: harmless})
+    assert (answer.status_code, answer.headers.get("Warning")) == (200, None)
+    answer = http.post("/v1/completions", json={**GREEDY, name: other})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{name}: not supported by this server"
+
+
 def test_at_most_sixteen_ignored_fields_are_named(http):
     many = {f"x{number}": number for number in range(2000)}
     answer = http.post("/v1/completions", json={**GREEDY, **many})
