@@ -272,7 +272,7 @@ plant(
 plant(
     "a_used_prefix_is_not_stored_again",
     "P24",
-    "late_stores",
+    "outlives_its_copies",
     tier_manager.TierManager,
     "_use",
     "self._published[block] = None",

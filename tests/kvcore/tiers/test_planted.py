@@ -137,9 +137,18 @@ def keeps_what_is_used(life):
         life.serve(prompt(5, 0), b"", stores=True)
 
 
+def outlives_its_copies(life):
+    for length in (15, 9, 5):
+        life.serve(prompt(length, 0), b"", stores=True)
+        for fork in (1, 2, 3):
+            life.serve(prompt(9, fork), b"tenant", stores=True)
+        life.serve(prompt(length, 0), b"", stores=True)
+
+
 STORIES = (  # the short ones find most
     restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
     stored_again_after_a_reset, fails_for_good, dies, fills_up, half_writes, keeps_what_is_used,
+    outlives_its_copies,
 )  # fmt: skip
 
 

@@ -210,7 +210,7 @@ def test_a_signal_while_it_verifies_leaves_what_was_generated(checkpoint, capsys
     def stopping():
         yield asked
 
-    def slow(model, index, request):
+    def slow(model, index, request, adapters):
         asked.number = signal.SIGTERM
 
     monkeypatch.setattr(session, "stopping", stopping)
