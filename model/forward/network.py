@@ -31,11 +31,12 @@ from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import UnsupportedModelError
 from model.forward.lora import Adapters, read_adapter
 from model.load.loader import LoadedModel
-from model.load.probes import check_tokens_alone, probe_layers
+from model.load.probes import check_tokens_alone, probe_layers, run_probe
 from model.load.recurrence import probe_recurrence
 from model.sample.sampler import passes_for
 
 _POSITIONS = 4096  # if the model does not give a number
+_CHECKED_TOKENS = 3  # more than one, so that a layer that computes only the last one is found
 
 
 class _Noting:
@@ -299,8 +300,8 @@ class PagedNetwork:
             UnsupportedModelError: one cannot be applied to this network exactly.
         """
         adapters = Adapters(self._network, [read_adapter(text, self._network) for text in texts])
-        with adapters.checking(1), torch.no_grad():
-            probe_layers(self._network, self.device, keeps_states=bool(self._recurrence.shapes))
+        with adapters.checking(_CHECKED_TOKENS):
+            run_probe(self._network, self.device, _CHECKED_TOKENS)
         self.adapters = adapters
 
     def logits(

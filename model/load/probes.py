@@ -294,7 +294,7 @@ def probe_layers(
     Raises:
         UnsupportedModelError: the model cannot run with a paged cache, and why.
     """
-    name, probe = type(model).__name__, _probed(model, device, 1)
+    name, probe = type(model).__name__, run_probe(model, device, 1)
     config = model.config.get_text_config()
     num_layers: int = config.num_hidden_layers
     missing = sorted(set(range(num_layers)) - set(probe.shapes))
@@ -306,15 +306,15 @@ def probe_layers(
     _check_declared(name, config, probe)
     shapes = {layer: probe.shapes[layer] for layer in sorted(probe.shapes)}
     if any(shape.reads is not None for shape in shapes.values()):
-        again = _probed(model, device, 2).shapes
+        again = run_probe(model, device, 2).shapes
         for layer, shape in shapes.items():
             if again[layer].reads != shape.reads:
                 shapes[layer] = replace(shape, reads=None)
     return shapes
 
 
-def _probed(model: PreTrainedModel, device: torch.device, num_tokens: int) -> Probe:
-    """Run tokens through the model, as a step does."""
+def run_probe(model: PreTrainedModel, device: torch.device, num_tokens: int) -> Probe:
+    """Run tokens through the model, as a step does. One pass; it has our attention afterwards."""
     name = type(model).__name__
     probe = Probe()
     tokens = torch.arange(num_tokens, device=device)[None]
