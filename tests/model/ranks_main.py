@@ -16,7 +16,6 @@ import runpy
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import backends
@@ -27,6 +26,7 @@ from model.engine import Engine, TwinEngine
 from model.engine_core import Output
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
 from model.load import loader
+from model.load.architectures import auto_class
 from model.load.loader import load_model
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks, join_ranks
@@ -53,7 +53,7 @@ def walk(ranks: Ranks, names: list[str]) -> None:
 def _outcome(ranks: Ranks, name: str, variant: str) -> str:
     torch.manual_seed(0)
     config = make_config(name, variant)
-    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    network = auto_class(config).from_config(config, attn_implementation="eager").eval()
     tokens = torch.arange(1, 21)[None] * 7 % 300
     before = sum(parameter.numel() for parameter in network.parameters())
     with torch.inference_mode():
