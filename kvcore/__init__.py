@@ -87,7 +87,7 @@ _RENAMED = {
     "block_names": "block_hashes",
 }
 
-_WHERE = {  # what is imported when it is first used: measuring and inspecting, not serving
+_WHERE = {  # the modules of names that are imported on first use: serving does not need them
     **dict.fromkeys(["Histogram", "LifetimeRecorder", "LifetimeStats"], "eviction.lifetimes"),
     **dict.fromkeys(["PROPERTIES", "check"], "inspect.invariants"),
     **dict.fromkeys(["CACHED", "EMPTY", "HELD", "BlockReport"], "inspect.pool_map"),
@@ -96,7 +96,7 @@ _WHERE = {  # what is imported when it is first used: measuring and inspecting, 
 
 
 def __getattr__(name: str) -> object:
-    """Import what is not needed to serve, or return what a deprecated name stands for now."""
+    """Import a name on first use, or return what a deprecated name stands for now."""
     if name in _WHERE:
         value = globals()[name] = getattr(import_module(f"kvcore.{_WHERE[name]}"), name)
         return value

@@ -5,7 +5,7 @@ timing: a load that arrives after its request was aborted, a failed load that is
 waits for ever. An adapter maps six verbs to the calls that an engine makes; a run draws requests,
 aborts and the ends of loads from a seed, keeps a ghost of the GPU's memory, and checks:
 
-- P1: what a chunk reads is its own text, whoever wrote it;
+- P1: a chunk reads the KV of its own text and no other;
 - P17: no block is used while a load may still write it;
 - P5: when all has ended, every block is free;
 - every request ends once, after all its tokens, and within a bound once no more arrive.
@@ -152,7 +152,7 @@ class _Run:
         self.prefixes = Prefixes()
         self.memory: dict[int, int] = {}  # by slot
         self.texts: dict[str, list[int]] = {}  # of all that were added
-        self.open: dict[str, int] = {}  # what is unfinished: how many tokens it ends with
+        self.open: dict[str, int] = {}  # the final length of each unfinished request, in tokens
         self.computed: dict[str, int] = {}
         self.flying: list[_Flight] = []
         self.program: list[str] = []

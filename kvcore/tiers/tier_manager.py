@@ -176,8 +176,8 @@ class TierManager:
     def finish_store(self, job: StoreJob) -> None:
         """End a store, done or not: its blocks are released. O(blocks).
 
-        What was not stored by then is begun again later, as far as it is still there. A second call
-        changes nothing.
+        Blocks that were not stored by then are queued again, if they are still cached. A second
+        call changes nothing.
         """
         if job not in self._stores:
             return

@@ -109,7 +109,7 @@ def device_of(caches: KVCaches, began: Began, lock: Lock | None) -> BlockDevice:
 
     Args:
         caches: where the blocks are.
-        began: is told of each load.
+        began: is called with the lease of each load when it begins.
         lock: held while blocks are read or written; None: none is needed.
     """
     is_host = caches.storages[0].device.type == "cpu"
@@ -170,7 +170,7 @@ class HostBlocks:
 
     Args:
         storages: all memory, see `KVCaches.storages`.
-        began: is told of each load.
+        began: is called with the lease of each load when it begins.
         lock: held while a block is read or written.
     """
 
@@ -220,7 +220,7 @@ class StreamBlocks:
 
     Args:
         storages: all memory, see `KVCaches.storages`.
-        began: is told of each load.
+        began: is called with the lease of each load when it begins.
         lock: held until blocks that were sent or fetched are there, if it is a real one.
         part_bytes: what a load sends at once.
     """

@@ -89,7 +89,7 @@ class TransferCosts:
         self._copy_bytes = copy_bytes
 
     def loading_s(self, copies: Mapping[str, int]) -> float | None:
-        """Seconds that a load of so many copies from each tier takes; None: unknown. O(tiers)."""
+        """The seconds that a load of these copies takes in all; None: unknown. O(tiers)."""
         found = [(self.load_s.get(name), count) for name, count in copies.items() if count]
         if any(rate is None for rate, _ in found):
             return None
@@ -124,7 +124,7 @@ class TransferCosts:
             self.compute_s = each if before is None else before + _WEIGHT * (each - before)
 
     def note_load(self, copies: Mapping[str, int], took_s: float) -> None:
-        """Note how long a load took, of so many copies from each tier. O(tiers)."""
+        """Note how long a load of this number of copies from each tier took. O(tiers)."""
         names = [name for name, count in copies.items() if count]
         size = sum(copies.values()) * self._copy_bytes
         if not size:

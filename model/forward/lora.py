@@ -17,7 +17,7 @@ Does not know: the scheduler, sampling, where a request's prompt came from.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from math import isfinite
@@ -231,13 +231,6 @@ Rows = slice | Tensor
 _EVERY = slice(None)
 
 
-@dataclass(slots=True)
-class _Watch:
-    """Which layers were called in a pass, each with how many rows."""
-
-    calls: dict[str, list[int]] = field(default_factory=dict)
-
-
 class Adapters:
     """The adapters of a network, and which rows of the present step have which.
 
@@ -256,7 +249,7 @@ class Adapters:
             twice = next(name for name in names if names.count(name) > 1)
             raise InvalidArgumentError(f"lora: wanted different names, got {shown(twice)} twice")
         self._groups: Sequence[tuple[Adapter, Rows]] = ()
-        self._watch: _Watch | None = None
+        self._calls: dict[str, list[int]] | None = None  # the rows of each call, by layer
         self._network = type(network).__name__
         self.device = network.device
         for path in sorted({path for adapter in adapters for path in adapter.products}):
@@ -334,14 +327,15 @@ class Adapters:
         Raises:
             UnsupportedModelError: a layer is not called once in a pass, with all its tokens.
         """
-        self._watch = watch = _Watch()
+        called: dict[str, list[int]] = {}
+        self._calls = called
         try:
             yield
         finally:
-            self._watch = None
+            self._calls = None
         for adapter in self._by_name.values():
             for path in adapter.products:
-                calls = watch.calls.get(path, [])
+                calls = called.get(path, [])
                 if calls != [num_rows]:
                     what = "is not called" if not calls else "computes only some of the tokens"
                     raise UnsupportedModelError(
@@ -355,8 +349,8 @@ class Adapters:
         """A hook: the output of a linear layer with the products of its rows."""
         del layer
         rows = args[0]
-        if self._watch is not None:
-            self._watch.calls.setdefault(path, []).append(rows.shape[:-1].numel())
+        if self._calls is not None:
+            self._calls.setdefault(path, []).append(rows.shape[:-1].numel())
         if not self._groups:
             return None
         output = output.clone()
