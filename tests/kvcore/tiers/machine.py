@@ -47,6 +47,11 @@ def truth(*about):
     return xxhash.xxh3_128_digest(repr(about).encode())
 
 
+def key_of(group, block_hash, namespace):
+    """The group, with its highest bit set where there is a salt, and the hash."""
+    return (group + (bool(namespace.salt) << 31)).to_bytes(4, "little") + block_hash
+
+
 class Memory:
     """The blocks of the device."""
 
@@ -187,7 +192,7 @@ class TierMachine(RuleBasedStateMachine):
                 payload = b"".join(
                     [self.bytes_of(namespace, number, prefix, piece) for piece in range(pieces)]
                 )
-                self.true_payloads[number.to_bytes(4, "little") + block_hash] = payload
+                self.true_payloads[key_of(number, block_hash, namespace)] = payload
 
     def bytes_of(self, namespace, group, prefix, piece=0):
         return truth(self.weights, namespace.salt, group, prefix, piece)
@@ -287,7 +292,7 @@ class TierMachine(RuleBasedStateMachine):
             for block_hash in kvcore.block_hashes(
                 tokens, table.block_size, namespace=namespace, algorithm="sha256"
             ):
-                key = number.to_bytes(4, "little") + block_hash
+                key = key_of(number, block_hash, namespace)
                 if not disk.contains(key):
                     raise BrokenError("P24: a prompt was stored, and a tier does not have it")
 

@@ -53,9 +53,9 @@ plant(
     "P37 P38",
     "restarts",
     tier_manager._Run,
-    "_hash_before",
-    'key = seq.namespace_key or b""',
-    'key = b"KVN1"',
+    "__init__",
+    'seq.namespace_key or b""',
+    'b"KVN1"',
 )
 # vllm#52234: a stale block id returns the answer to the previous prompt.
 plant(
@@ -73,8 +73,8 @@ plant(
     "restarts",
     record,
     "key_of",
-    'group.to_bytes(4, "little")',
-    "bytes(4)",
+    "group | is_private",
+    "0 | is_private",
 )
 # sglang#39830: a tier serves what was there before the weights changed.
 plant(
