@@ -119,7 +119,8 @@ class PeerServer:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(found[4][:2], family=found[0])
         except OSError as error:
-            reason = error.strerror or str(error)
+            is_known = (error.errno or 0) > 0  # those of names are negative
+            reason = os.strerror(error.errno or 0) if is_known else error.strerror
             raise TierError(f"serve_kv: cannot listen on {address}: {reason}") from None
         host = f"[{host}]" if ":" in host else host
         self.address = f"{host}:{listener.getsockname()[1]}"

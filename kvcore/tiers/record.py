@@ -14,7 +14,7 @@ whole hides all records behind it.
 
 A record is what it says or it is nothing: its header must be whole, name the segment in which it
 stands, fit the key and the meaning that are asked for, and the payload must have the length and
-the checksum of the header. docs/how-to/tiers.md specifies the format for readers.
+the checksum of the header.
 
 Does not know: files, what a payload means.
 """
