@@ -334,6 +334,22 @@ class Capabilities:
     states. If there are any, the backend is a `StateBackend`."""
     max_state_dim: int = 0
     """The two dimensions of a head's state at most."""
+    max_index_dim: int = 0
+    """Numbers of an index key at most, under any number of index heads; 0: it has no index. If it
+    has one, the backend is a `SparseBackend`."""
+    max_chosen: int = 0
+    """Tokens at most that a query chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCall:
+    """How a layer will call a backend for its index."""
+
+    num_heads: int
+    cache: KVCache
+    """Of index keys."""
+    count: int
+    """Tokens chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +364,8 @@ class LayerCall:
     terms: AttentionTerms
     shared_prefix: bool = False
     """Whether batches may say what they share."""
+    index: IndexCall | None = None
+    """Where it attends to chosen tokens: the index that chose them, its own or another layer's."""
 
 
 @runtime_checkable
