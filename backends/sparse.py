@@ -30,6 +30,8 @@ from backends.errors import UnsupportedError
 
 SCORE_BYTES = 1 << 28
 """Memory that the scores of a step may take; a step with more is scored some rows at a time."""
+_WIDTH = 1024
+"""Scores of a row are allocated in multiples of this, so that most steps look alike."""
 
 
 @runtime_checkable
@@ -103,9 +105,9 @@ def choose(
 
     Takes 4 * max_seq_len bytes a row, and at most about `SCORE_BYTES` at a time.
     """
-    num_rows, width = batch.num_tokens, max(1, batch.max_seq_len)
+    num_rows, width = batch.num_tokens, -(-batch.max_seq_len // _WIDTH) * _WIDTH
     chosen = torch.empty((num_rows, count), dtype=torch.int32, device=batch.device)
-    step = max(1, min(num_rows, SCORE_BYTES // (4 * width)))
+    step = max(1, min(num_rows, SCORE_BYTES // (4 * max(1, width))))
     scores = torch.empty((step, width), dtype=torch.float32, device=batch.device)
     for first in range(0, num_rows, step):
         rows = min(step, num_rows - first)

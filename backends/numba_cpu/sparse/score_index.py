@@ -137,7 +137,8 @@ def score_index(
     """
     signature = (sign(query, weights, cache.k, batch.block_table, out), first_row, batch.form)
     table, (num_blocks, block_size, _, size) = batch.block_table, cache.k.shape
-    if plans.get(signature) is None or batch.max_seq_len > table.shape[1] * block_size:
+    room = min(out.shape[1], table.shape[1] * block_size)
+    if plans.get(signature) is None or batch.max_seq_len > room:
         check_score_index(backend, query, weights, cache, batch, first_row, out)
         plans.keep(signature, plan=True)
     find_fault, score = _kernels(SOURCE_DIGEST)
