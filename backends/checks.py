@@ -265,8 +265,8 @@ def check_score_index(
         raise InvalidArgumentError("batch", f"device {device}", f"device {batch.device}")
     shape = (batch.num_tokens, None, index_dim)
     require_tensor("query", query, dtype=cache.k.dtype, shape=shape, device=device)
-    shape = query.shape[:2]
-    require_tensor("weights", weights, dtype=torch.float32, shape=shape, device=device)
+    heads = tuple(query.shape[:2])
+    require_tensor("weights", weights, dtype=torch.float32, shape=heads, device=device)
     _check_scores("out", out, batch, first_row)
     room = batch.block_table.shape[1] * cache.k.shape[1]
     if room < batch.max_seq_len:

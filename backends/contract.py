@@ -348,8 +348,6 @@ class IndexCall:
     num_heads: int
     cache: KVCache
     """Of index keys."""
-    count: int
-    """Tokens chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +362,10 @@ class LayerCall:
     terms: AttentionTerms
     shared_prefix: bool = False
     """Whether batches may say what they share."""
+    num_chosen: int = 0
+    """Tokens that a query attends to at most, where it attends to chosen ones; 0: to all."""
     index: IndexCall | None = None
-    """Where it attends to chosen tokens: the index that chose them, its own or another layer's."""
+    """Its own index; None: it has none."""
 
 
 @runtime_checkable

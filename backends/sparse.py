@@ -55,9 +55,7 @@ class SparseBackend(Backend, Protocol):
         """
         ...
 
-    def choose_tokens(
-        self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor
-    ) -> None:
+    def choose_tokens(self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor) -> None:
         """The positions of each row's highest scores, in ascending order, then -1.
 
         Args:

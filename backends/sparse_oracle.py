@@ -1,4 +1,4 @@
-"""What the operations of sparse attention mean: scores and attention in float64, the choice exactly.
+"""What the operations of sparse attention mean: scores and attention in float64; exact choices.
 
 Decides the expected results, and how far a backend may be from each. Knows nothing of speed.
 """

@@ -97,8 +97,8 @@ def check_sparse(backend: SparseBackend, case: SparseCase) -> Iterator[Finding]:
     unseen = torch.ones_like(scores, dtype=torch.bool)
     for t, (_, length) in enumerate(sparse_oracle.rows_of(batch)):
         unseen[t, :length] = False
-    strays = bool((scores[unseen] != _KEPT).any())
-    yield _finding("untouched scores", case, "scores past a position changed" if strays else "")
+    detail = "scores past a position changed" if bool((scores[unseen] != _KEPT).any()) else ""
+    yield _finding("untouched scores", case, detail)
     part = inputs.score(backend, first_row=live // 2, rows=live - live // 2)
     same = torch.equal(bits(part), bits(scores[live // 2 : live]))
     yield _finding("in parts", case, "" if same else "other bits")

@@ -130,11 +130,11 @@ class NumbaBackend:
         first_row: int, out: Tensor,
     ) -> None:  # fmt: skip
         """See `SparseBackend.score_index`."""
-        score_index(self, self._workers, self._sparse_plans, query, weights, cache, batch, first_row, out)
+        score_index(
+            self, self._workers, self._sparse_plans, query, weights, cache, batch, first_row, out
+        )
 
-    def choose_tokens(
-        self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor
-    ) -> None:
+    def choose_tokens(self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor) -> None:
         """See `SparseBackend.choose_tokens`."""
         choose_tokens(self, self._workers, self._sparse_plans, scores, batch, first_row, out)
 

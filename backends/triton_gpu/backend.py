@@ -126,9 +126,7 @@ class TritonBackend:
         """See `SparseBackend.score_index`."""
         score_index(self, self._place, query, weights, cache, batch, first_row, out)
 
-    def choose_tokens(
-        self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor
-    ) -> None:
+    def choose_tokens(self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor) -> None:
         """See `SparseBackend.choose_tokens`."""
         choose_tokens(self, self._place, scores, batch, first_row, out)
 

@@ -1,6 +1,7 @@
 """Attention to chosen tokens on a CPU: each query row is a sequence of its own, in blocks of one.
 
-    entry[t, i] = block_table[s, p // block_size] * first + p % block_size * second,  p = chosen[t, i]
+    entry[t, i] = block_table[s, p // block_size] * first + p % block_size * second
+    p = chosen[t, i]
 
 The rest is `paged_attention` over the cache as `by_slot` shows it, with a length of
 min(count, position + 1) a row. Bytes moved beside that: 4 a chosen token, read and written.

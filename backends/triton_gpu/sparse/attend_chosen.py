@@ -1,6 +1,7 @@
 """Attention to chosen tokens on a GPU: each query row is a sequence of its own, in blocks of one.
 
-    entry[t, i] = block_table[s, p // block_size] * first + p % block_size * second,  p = chosen[t, i]
+    entry[t, i] = block_table[s, p // block_size] * first + p % block_size * second
+    p = chosen[t, i]
 
 The rest is `paged_attention` over the cache as `by_slot` shows it, with a length of
 min(count, position + 1) a row; its kernels read each key from wherever its entry says. Grid: (rows,
@@ -26,7 +27,7 @@ TILE = 512
 class Form(NamedTuple):
     """Compile-time values."""
 
-    count: int
+    most: int
     block_size: int
     first: int
     second: int
@@ -34,7 +35,7 @@ class Form(NamedTuple):
 
 
 @launcher(
-    integers=("num_seqs", "num_rows", "table_stride"),
+    integers=("num_seqs", "table_stride"),
     indices=("query_start_loc", "seq_lens", "tables", "chosen", "starts", "lengths", "entries"),
 )
 def _locate(
@@ -46,14 +47,13 @@ def _locate(
     lengths: tl.tensor,  # int32 [num_rows]
     entries: tl.tensor,  # int32 [num_rows, count]
     num_seqs: tl.tensor,
-    num_rows: tl.tensor,
     table_stride: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
     BLOCK_SIZE: tl.constexpr = FORM.block_size
     row, part = tl.program_id(0), tl.program_id(1)
     s, length = find_row(query_start_loc, seq_lens, num_seqs, row)
-    seen = tl.minimum(length, FORM.count)
+    seen = tl.minimum(length, FORM.most)
     if part == 0:
         total = tl.load(query_start_loc + num_seqs)
         tl.store(starts + row + 1, tl.minimum(row + 1, total))
@@ -61,7 +61,7 @@ def _locate(
         if row == 0:
             tl.store(starts, 0)
     i = part * FORM.tile + tl.arange(0, FORM.tile)
-    at = row.to(tl.int64) * FORM.count + i
+    at = row.to(tl.int64) * FORM.most + i
     position = tl.load(chosen + at, mask=i < seen, other=0)
     table = tables + s.to(tl.int64) * table_stride
     block_id = tl.load(table + position // BLOCK_SIZE, mask=i < seen, other=0)
@@ -92,7 +92,7 @@ def attend_chosen(
         check_attend_chosen(backend, batch, chosen, terms)
         form = Form(count, cache.k.shape[1], first, second, TILE)
         variant = _locate.variant(place, chosen.device, (), (form,), num_warps=4)
-        numbers = (batch.num_seqs, num_rows, batch.block_table.stride(0))
+        numbers = (batch.num_seqs, batch.block_table.stride(0))
         plan = Launch(variant, (num_rows, ceil_div(count, TILE), 1), numbers)
         place.keep(key, plan)
     made = torch.empty(2 * num_rows + 1, dtype=torch.int32, device=chosen.device)

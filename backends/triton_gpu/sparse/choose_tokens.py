@@ -31,10 +31,10 @@ _TOP = tl.constexpr(-0x80000000)
 class Form(NamedTuple):
     """Compile-time values."""
 
-    count: int
+    most: int
     """Positions chosen of a chunk."""
     room: int
-    """`count` as a power of two: places of a chunk between levels."""
+    """`most` as a power of two: places of a chunk between levels."""
     chunk: int
     """Scores or positions a program."""
     is_first: bool
@@ -98,10 +98,10 @@ def _choose(
         position = here
         live = here < length
     else:
-        live = (here < width) & (here % ROOM < tl.minimum(length - here // ROOM * span, FORM.count))
+        live = (here < width) & (here % ROOM < tl.minimum(length - here // ROOM * span, FORM.most))
         position = tl.load(before + i.to(tl.int64) * width + here, mask=live, other=0)
     numbers = _ordered(tl.load(scores + position, mask=live, other=0.0))
-    count = tl.minimum(tl.sum(live.to(tl.int32), 0), FORM.count)
+    count = tl.minimum(tl.sum(live.to(tl.int32), 0), FORM.most)
     lowest, found = _lowest(numbers, live, count)
     chosen = live & (numbers >= lowest)
     if found != count:  # some that are equal to the lowest are not chosen
@@ -111,9 +111,9 @@ def _choose(
         chosen = above | ((equal > 0) & (tl.cumsum(equal, 0) <= left))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     if FORM.is_last:
-        out += i.to(tl.int64) * FORM.count
+        out += i.to(tl.int64) * FORM.most
         rest = tl.arange(0, ROOM)
-        tl.store(out + rest, -1, mask=(rest >= count) & (rest < FORM.count))
+        tl.store(out + rest, -1, mask=(rest >= count) & (rest < FORM.most))
     else:
         out += (i.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROOM
     tl.store(out + place, position, mask=chosen)
