@@ -102,7 +102,7 @@ def check_sparse(backend: SparseBackend, case: SparseCase) -> Iterator[Finding]:
     part = inputs.score(backend, first_row=live // 2, rows=live - live // 2)
     same = torch.equal(bits(part), bits(scores[live // 2 : live]))
     yield _finding("in parts", case, "" if same else "other bits")
-    coarse = torch.where(unseen, scores, (scores * 2).round() / 2 * -1)
+    coarse = -(scores / scores[~unseen].abs().max()).mul(1.5).round() if live else scores
     for name, each in (("choice", scores), ("choice of equals", coarse)):
         chosen = inputs.choose(backend, torch.where(unseen, math.nan, each), count)
         wanted = sparse_oracle.choose_tokens(each, batch, count)

@@ -135,7 +135,7 @@ def score_index(
     Raises:
         InvalidArgumentError: a shape, dtype, device or value breaks the contract; nothing written.
     """
-    signature = (sign(query, weights, cache.k, batch.block_table, out), first_row, batch.form)
+    signature = (sign(query, weights, out), cache.form, first_row, batch.form)
     table, (num_blocks, block_size, _, size) = batch.block_table, cache.k.shape
     room = min(out.shape[1], table.shape[1] * block_size)
     if plans.get(signature) is None or batch.max_seq_len > room:

@@ -119,6 +119,18 @@ def _choose(
     tl.store(out + place, position, mask=chosen)
 
 
+def chunk_for(count: int) -> int:
+    """Scores a program: a power of two, at least twice what is chosen of them."""
+    room = power_of_two(count)
+    return max(2 * room, min(MOST_CHUNK, max(LEAST_CHUNK, 8 * room)))
+
+
+def level_widths(count: int) -> tuple[int, int, int]:
+    """Widths of scores that take one launch, two, and three."""
+    chunk = chunk_for(count)
+    return chunk, 2 * chunk, 2 * chunk * (chunk // power_of_two(count))
+
+
 class Plan(NamedTuple):
     """The launches of a call, a level each."""
 
@@ -160,8 +172,7 @@ def plan_choose(
 ) -> Plan:
     """Plan a call whose arguments have been checked; compiles nothing."""
     num_rows, count = out.shape
-    room = power_of_two(count)
-    chunk = max(2 * room, min(MOST_CHUNK, max(LEAST_CHUNK, 8 * room)))
+    room, chunk = power_of_two(count), chunk_for(count)
     launches: list[Launch] = []
     sizes: list[int] = []
     width, span = max(1, scores.shape[1]), 1
