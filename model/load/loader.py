@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -39,6 +39,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
+from model.control.params import SamplingParams
 from model.errors import (
     InvalidArgumentError,
     ModelError,
@@ -76,13 +77,31 @@ _BLAME_S = 5.0  # the most time to spend on finding the wrong field
 class TextCodec(Protocol):
     """Text to tokens and back."""
 
+    @property
+    def template(self) -> str | None:
+        """The chat template; None: there is none."""
+        ...
+
+    @property
+    def response_template(self) -> Mapping[str, object] | None:
+        """How the model writes reasoning and tool calls, as Transformers reads it; None: unknown.
+
+        https://huggingface.co/docs/transformers/chat_response_parsing
+        """
+        ...
+
+    @property
+    def model_type(self) -> str:
+        """The family of its model, as its configuration names it."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, including those that the model wants at its start."""
         ...
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
@@ -92,12 +111,13 @@ class TextCodec(Protocol):
         Args:
             messages: each with a `role` and a `content`.
             opens_answer: whether the tokens end where the assistant's answer starts.
-            options: further variables of the model's chat template.
+            options: what else Transformers' `apply_chat_template` takes, such as `tools`, and
+                further variables of the template.
         """
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of generated tokens, without special tokens."""
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of tokens."""
         ...
 
     def describe(self) -> str | None:
@@ -107,12 +127,12 @@ class TextCodec(Protocol):
         """
         ...
 
-    def open_step(self) -> Step | None:
+    def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
         """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
         ...
 
 
-def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
+def plain_chat(messages: Sequence[Mapping[str, object]], *, opens_answer: bool) -> str:
     """A conversation for a model without a chat template: one line per message.
 
     `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
@@ -146,9 +166,13 @@ class LoadedModel:
     ranks: Ranks | None = None
     draft: "LoadedModel | None" = None
 
-    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+    def open_text(self, params: SamplingParams) -> TextStream:
         """Start a text that this model writes. O(1)."""
-        return TextStream(self.codec.decode, stop, self.codec.open_step())
+        codec = self.codec
+        if params.skip_special_tokens:
+            return TextStream(codec.decode, params.stop, codec.open_step())
+        decode = partial(codec.decode, skip_special_tokens=False)
+        return TextStream(decode, params.stop, codec.open_step(skip_special_tokens=False))
 
 
 class _NoPanic:
@@ -174,34 +198,52 @@ class _HuggingFaceCodec:
 
     Args:
         tokenizer: does the work.
+        model_type: of the model.
         max_positions: of the model; a text that is too long even if every token were the longest is
             refused before tokenizing, which takes about 300 bytes per character. None: no limit.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model_type: str, max_positions: int | None
+    ) -> None:
         self._tokenizer = tokenizer
+        self.model_type = model_type
+        self.response_template: Mapping[str, object] | None = getattr(
+            tokenizer, "response_template", None
+        )
         self._max_characters: int | None = None
         if max_positions is not None:
             self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
+
+    @property
+    def template(self) -> str | None:
+        found = self._tokenizer.chat_template
+        return "".join(found.values()) if isinstance(found, dict) else found
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, adds_special_tokens=True)
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> list[int]:
-        if self._tokenizer.chat_template is None:
+        options = options or {}
+        if options.get("chat_template", self._tokenizer.chat_template) is None:
+            if options.get("tools"):
+                raise InvalidArgumentError(
+                    "tools: wanted a model with a chat template, which this one lacks; "
+                    "--chat-template gives it one"
+                )
             return self.encode(plain_chat(messages, opens_answer=opens_answer))
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                cast("Any", [dict(message) for message in messages]),
                 tokenize=False,
                 add_generation_prompt=opens_answer,
-                **dict(options or {}),  # type: ignore[arg-type]
+                **options,  # type: ignore[arg-type]
             )
         except Exception as error:  # a template may raise any error
             raise InvalidArgumentError(
@@ -227,10 +269,12 @@ class _HuggingFaceCodec:
                 f"prompt: wanted text that the model's tokenizer accepts: {reason(error)}"
             ) from error
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         with _NO_PANIC:
             text = self._tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(tokens),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
             )
         return str(text)
 
@@ -243,11 +287,11 @@ class _HuggingFaceCodec:
         plain.no_truncation()
         return str(plain.to_str())
 
-    def open_step(self) -> Step | None:
+    def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
             return None
-        step = partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
+        step = partial(DecodeStream(skip_special_tokens=skip_special_tokens).step, tokenizer)
 
         def guarded(tokens: list[int]) -> str | None:
             with _NO_PANIC:
@@ -298,7 +342,7 @@ def load_model(
     if ranks is not None:
         ranks.end_turn()
         check_cut(network, ranks)
-    codec = _load_codec(source, _max_positions(config))
+    codec = _load_codec(source, config)
     return wrap_network(name, network, codec, ranks)
 
 
@@ -342,7 +386,7 @@ def load_codec(name: str) -> TextCodec:
         ModelNotFoundError: there is no such model, or its tokenizer does not load.
     """
     source = _resolve(name)
-    return _load_codec(source, _max_positions(_load_config(source)))
+    return _load_codec(source, _load_config(source))
 
 
 def wrap_network(
@@ -634,14 +678,14 @@ def _load_network(
     return network if found is None else finish(network, found, dtype, device)
 
 
-def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
+def _load_codec(source: _Source, config: PreTrainedConfig) -> TextCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
         with _NO_PANIC:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source.name, **source.options
             )
-        codec = _HuggingFaceCodec(tokenizer, max_positions)
+        codec = _HuggingFaceCodec(tokenizer, config.model_type, _max_positions(config))
         tokens = codec.encode(_SAMPLE_TEXT)
         codec.decode(tokens)
     except Exception as error:
