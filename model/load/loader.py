@@ -56,6 +56,14 @@ from model.load.checkpoint import (
     read_object,
     reason,
 )
+from model.load.images import (
+    ImageCodec,
+    ImageLimits,
+    ImagePrompt,
+    NoImages,
+    RawImage,
+    load_images,
+)
 from model.load.quantised import Format, check_scales, choose_dequantised, find_format, finish
 from model.load.text import Step, TextStream
 from model.ranks.parallel import Sums, check_cut, shard_network
@@ -73,16 +81,20 @@ _LoadingInfo = Mapping[str, Collection[object]]
 _BLAME_S = 5.0  # the most time to spend on finding the wrong field
 
 
+Message = Mapping[str, object]
+"""A message of a conversation: its `role`, and its `content`: a text, or a list of parts."""
+
+
 class TextCodec(Protocol):
     """Text to tokens and back."""
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, including those that the model wants at its start."""
+    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
+        """Tokens of a prompt, including those that the model wants at its start unless said."""
         ...
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         *,
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
@@ -93,6 +105,25 @@ class TextCodec(Protocol):
             messages: each with a `role` and a `content`.
             opens_answer: whether the tokens end where the assistant's answer starts.
             options: further variables of the model's chat template.
+        """
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+        image_mark: str = "",
+    ) -> tuple[str, bool]:
+        """The text of a conversation, and whether it still wants special tokens at its start.
+
+        Args:
+            messages: as for `encode_chat`; a content may be a list of parts, each of `type` "text",
+                with a `text`, or "image".
+            opens_answer: as for `encode_chat`.
+            options: as for `encode_chat`.
+            image_mark: stands for an image where there is no chat template.
         """
         ...
 
@@ -112,12 +143,18 @@ class TextCodec(Protocol):
         ...
 
 
-def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
+def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: str = "") -> str:
     """A conversation for a model without a chat template: one line per message.
 
     `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
     """
-    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+
+    def said(content: object) -> str:
+        if not isinstance(content, list):
+            return str(content)
+        return "".join(part.get("text", image_mark) for part in content)
+
+    lines = [f"{message['role']}: {said(message['content'])}\n" for message in messages]
     return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
@@ -135,6 +172,7 @@ class LoadedModel:
             for the paged one.
         ranks: the processes that share the network; None: it is whole.
         draft: a smaller model of the same vocabulary for speculative decoding.
+        images: makes tokens and tensors of prompts with images.
     """
 
     name: str
@@ -145,6 +183,29 @@ class LoadedModel:
     dense_implementation: str
     ranks: Ranks | None = None
     draft: "LoadedModel | None" = None
+    images: ImageCodec | NoImages = NoImages("this model reads text alone")  # noqa: RUF009
+
+    def encode_images(
+        self, text: str, images: Sequence[RawImage], limits: ImageLimits
+    ) -> tuple[list[int], ImagePrompt]:
+        """Tokens and images of a prompt, as `ImageCodec.encode`. O(pixels)."""
+        return self.images.encode(text, images, limits, self.codec.encode)
+
+    def encode_image_chat(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[RawImage],
+        limits: ImageLimits,
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[list[int], ImagePrompt]:
+        """Tokens and images of a conversation with image parts, likewise. O(pixels)."""
+        text, adds = self.codec.render_chat(
+            messages, opens_answer=opens_answer, options=options, image_mark=self.images.mark
+        )
+        encode = partial(self.codec.encode, adds_special_tokens=adds)
+        return self.images.encode(text, images, limits, encode)
 
     def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Start a text that this model writes. O(1)."""
@@ -184,21 +245,34 @@ class _HuggingFaceCodec:
         if max_positions is not None:
             self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text, adds_special_tokens=True)
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """What does the work. O(1)."""
+        return self._tokenizer
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         *,
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> list[int]:
+        text, adds = self.render_chat(messages, opens_answer=opens_answer, options=options)
+        return self.encode(text, adds_special_tokens=adds)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+        image_mark: str = "",
+    ) -> tuple[str, bool]:
         if self._tokenizer.chat_template is None:
-            return self.encode(plain_chat(messages, opens_answer=opens_answer))
+            return plain_chat(messages, opens_answer=opens_answer, image_mark=image_mark), True
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [dict(message) for message in messages],  # type: ignore[arg-type]  # parts are allowed
                 tokenize=False,
                 add_generation_prompt=opens_answer,
                 **dict(options or {}),  # type: ignore[arg-type]
@@ -207,9 +281,9 @@ class _HuggingFaceCodec:
             raise InvalidArgumentError(
                 f"messages: wanted messages that the model's chat template accepts: {reason(error)}"
             ) from error
-        return self._encode(str(text), adds_special_tokens=False)
+        return str(text), False
 
-    def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         if self._max_characters is not None and len(text) > self._max_characters:
             raise InvalidArgumentError(
                 f"prompt: wanted at most {self._max_characters:,} characters, the model's "
@@ -299,7 +373,12 @@ def load_model(
         ranks.end_turn()
         check_cut(network, ranks)
     codec = _load_codec(source, _max_positions(config))
-    return wrap_network(name, network, codec, ranks)
+    images: ImageCodec | NoImages = NoImages(f"{name!r} is one file of text alone")
+    if ranks is not None:
+        images = NoImages("cannot be used with --tp")
+    elif source.gguf is None:
+        images = load_images(source.name, source.options, network, codec.tokenizer)
+    return wrap_network(name, network, codec, ranks, images)
 
 
 def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
@@ -346,7 +425,11 @@ def load_codec(name: str) -> TextCodec:
 
 
 def wrap_network(
-    name: str, network: PreTrainedModel, codec: TextCodec, ranks: Ranks | None = None
+    name: str,
+    network: PreTrainedModel,
+    codec: TextCodec,
+    ranks: Ranks | None = None,
+    images: ImageCodec | NoImages | None = None,
 ) -> LoadedModel:
     """Describe a network that is already in memory. O(1).
 
@@ -370,6 +453,7 @@ def wrap_network(
         max_positions=_max_positions(network.config),
         dense_implementation="eager" if is_capped else own,
         ranks=ranks,
+        images=images or NoImages(f"{name!r} was loaded without a processor"),
     )
 
 
@@ -634,7 +718,7 @@ def _load_network(
     return network if found is None else finish(network, found, dtype, device)
 
 
-def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
+def _load_codec(source: _Source, max_positions: int | None) -> _HuggingFaceCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
         with _NO_PANIC:
