@@ -179,7 +179,7 @@ class Engine(EngineCore):
         how: dict[str, Any] = {"opens_answer": opens_answer, "options": options}
         if not images:
             return super().encode_chat(messages, **how)
-        return self._model.encode_image_chat(messages, images, self.config, **how)
+        return self._model.images.encode_chat(messages, images, self.config, **how)
 
     def _open_tiers(self, model: LoadedModel, kv: kvcore.KVCacheManager) -> "TierTransfers":
         """Open host memory and disk behind the caches. Reads all weights once.

@@ -37,7 +37,7 @@ from model.trace import StepRecorder
 if TYPE_CHECKING:  # torch is not loaded for these
     from concurrent.futures import Future
 
-    from model.load.loader import TextCodec
+    from model.load.codec import TextCodec
     from model.sample.grammar_compiler import Compiled
     from model.sample.grammars import Grammars
 

@@ -224,7 +224,7 @@ class LLM:
         images = found if isinstance(found, list | tuple) else [found]
         if not images:
             return _Read(text)
-        return _Read(*self.engine.model.encode_images(text, images, self.engine.config), text)
+        return _Read(*self.engine.model.images.encode(text, images, self.engine.config), text)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, of Transformers. Reads its files."""

@@ -216,7 +216,7 @@ def _encode(
     for spec in specs:
         try:
             if spec.images:
-                prompts.append(model.encode_images(spec.text, spec.images, limits))
+                prompts.append(model.images.encode(spec.text, spec.images, limits))
             else:
                 prompts.append((model.codec.encode(spec.text), None))
         except InvalidArgumentError as error:

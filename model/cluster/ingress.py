@@ -41,7 +41,7 @@ from model.serve.errors import ApiError, api_error
 from model.serve.protocol import ChatRequest, CompletionRequest, conversation
 
 if TYPE_CHECKING:  # the driver names this class without loading torch
-    from model.load.loader import TextCodec
+    from model.load.codec import TextCodec
 
 _LOST = (RayError, RayServeException, ConnectionError)
 _LOST_TEXT = "the replica that worked on the request was lost"

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,8 +44,10 @@ from transformers.models.auto.processing_auto import processor_class_from_name
 from transformers.utils.generic import ModelOutput
 
 import kvcore
+from model.control.config import EngineConfig
 from model.errors import InvalidArgumentError, UnsupportedModelError, shown
 from model.load.checkpoint import read_object, reason
+from model.load.codec import HuggingFaceCodec, Message, TextCodec
 from model.load.probes import seen_pairs
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -57,25 +59,6 @@ _TRIAL_SIZES = ((61, 40), (43, 95))  # width and height of two images that a pro
 
 RawImage = Image.Image | bytes | str | Path
 """An image as callers give it: an image of Pillow, the bytes of a file, or its path."""
-
-
-class ImageLimits(Protocol):
-    """How many images a prompt may have, and how large they may be; an `EngineConfig` is one."""
-
-    @property
-    def max_images(self) -> int:
-        """Of a prompt."""
-        ...
-
-    @property
-    def max_image_bytes(self) -> int:
-        """Of a file."""
-        ...
-
-    @property
-    def max_image_pixels(self) -> int:
-        """Width times height."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +99,7 @@ def rows_of(item: kvcore.MultimodalItem) -> NDArray[np.int64]:
     return np.flatnonzero(mask) + item.start
 
 
-def open_image(given: RawImage, limits: ImageLimits) -> Image.Image:
+def open_image(given: RawImage, limits: EngineConfig) -> Image.Image:
     """An image in RGB, turned as its file says. O(pixels); of one that is too large O(1).
 
     Raises:
@@ -162,14 +145,6 @@ def _file_bytes(path: Path, most: int) -> bytes:
         raise InvalidArgumentError(f"image: cannot read {str(path)!r}: {why}") from error
 
 
-class Encoder(Protocol):
-    """Text to tokens."""
-
-    def __call__(self, text: str) -> list[int]:
-        """Tokens of a text."""
-        ...
-
-
 class NoImages:
     """Stands where a model takes no images.
 
@@ -180,25 +155,16 @@ class NoImages:
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def encode(
-        self, text: str, images: Sequence[RawImage], limits: ImageLimits, encode: Encoder
-    ) -> tuple[list[int], ImagePrompt]:
+    def encode(self, *asked: object, **how: object) -> tuple[list[int], ImagePrompt]:
         """Refuse them.
 
         Raises:
             InvalidArgumentError: always.
         """
-        del text, images, limits, encode
+        del asked, how
         raise InvalidArgumentError(f"image: {self.why}")
 
-    @property
-    def mark(self) -> str:
-        """Nothing stands for an image.
-
-        Raises:
-            InvalidArgumentError: always.
-        """
-        raise InvalidArgumentError(f"image: {self.why}")
+    encode_chat = encode
 
 
 class ImageCodec:
@@ -207,6 +173,7 @@ class ImageCodec:
     Args:
         network: its class says what its vision tower takes, and computes position ids.
         processor: of the same model.
+        codec: its tokenizer.
         is_whole: whether the tokens of an image see each other.
 
     Attributes:
@@ -215,10 +182,16 @@ class ImageCodec:
     """
 
     def __init__(
-        self, network: PreTrainedModel, processor: ProcessorMixin, *, is_whole: bool
+        self,
+        network: PreTrainedModel,
+        processor: ProcessorMixin,
+        codec: TextCodec,
+        *,
+        is_whole: bool,
     ) -> None:
         self._network = network
         self._processor = processor
+        self._codec = codec
         self._is_whole = is_whole
         self.mark = str(getattr(processor, "image_token"))  # noqa: B009  # not every class has it
         tower: Callable[..., object] = network.base_model.get_image_features  # type: ignore[assignment]
@@ -232,8 +205,32 @@ class ImageCodec:
         """Every part of the network attends as when this was made, for a while. O(parts)."""
         return _attending(self._attention)
 
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[RawImage],
+        limits: EngineConfig,
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[list[int], ImagePrompt]:
+        """The tokens and images of a conversation as `TextCodec.render_chat` takes it. O(pixels).
+
+        Raises:
+            InvalidArgumentError: as `encode`, or the chat template refuses the messages.
+        """
+        text, adds = self._codec.render_chat(
+            messages, opens_answer=opens_answer, options=options, image_mark=self.mark
+        )
+        return self.encode(text, images, limits, adds_special_tokens=adds)
+
     def encode(
-        self, text: str, images: Sequence[RawImage], limits: ImageLimits, encode: Encoder
+        self,
+        text: str,
+        images: Sequence[RawImage],
+        limits: EngineConfig,
+        *,
+        adds_special_tokens: bool = True,
     ) -> tuple[list[int], ImagePrompt]:
         """The tokens of a prompt, and its images. O(pixels).
 
@@ -242,7 +239,7 @@ class ImageCodec:
                 on a line before it.
             images: in their order.
             limits: of an engine.
-            encode: text to tokens.
+            adds_special_tokens: whether tokens that the model wants at its start are added.
 
         Raises:
             InvalidArgumentError: an image cannot be read or is too large, there are too many for
@@ -270,7 +267,7 @@ class ImageCodec:
         whole = pieces[0] + "".join(
             one.text + piece for one, piece in zip(read, pieces[1:], strict=True)
         )
-        tokens = encode(whole)
+        tokens = self._codec.encode(whole, adds_special_tokens=adds_special_tokens)
         places = np.flatnonzero(np.array(tokens) == self._token)
         counts = [one.num_rows for one in read]
         if len(places) != sum(counts):
@@ -509,7 +506,7 @@ def load_images(
     name: str,
     options: Mapping[str, Any],
     network: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    codec: HuggingFaceCodec,
 ) -> ImageCodec | NoImages:
     """What makes images of a model's prompts. Reads a few files, and runs one short pass.
 
@@ -517,8 +514,9 @@ def load_images(
         name: a folder or an id on the hub.
         options: for Transformers' classes to read from there.
         network: with the attention that it came with.
-        tokenizer: of the model.
+        codec: its tokenizer.
     """
+    tokenizer = codec.tokenizer
     if not _reads_images(network):
         return NoImages(f"{name!r} reads text alone")
     try:
@@ -527,10 +525,12 @@ def load_images(
         return NoImages(f"the processor of {name!r} does not load: {reason(error)}")
     if tokenizer.chat_template is None:  # older checkpoints keep it in a file of the processor
         tokenizer.chat_template = getattr(processor, "chat_template", None)
-    return codec_of(network, processor)
+    return codec_of(network, processor, codec)
 
 
-def codec_of(network: PreTrainedModel, processor: ProcessorMixin) -> ImageCodec | NoImages:
+def codec_of(
+    network: PreTrainedModel, processor: ProcessorMixin, codec: TextCodec
+) -> ImageCodec | NoImages:
     """What makes images of a network's prompts. One short pass, at most three of the tower."""
     what = type(network).__name__
     if not _reads_images(network):
@@ -547,12 +547,12 @@ def codec_of(network: PreTrainedModel, processor: ProcessorMixin) -> ImageCodec 
         return NoImages(f"{what}: {error}")
     if is_whole:
         return NoImages(f"{what}: the tokens of an image see each other, which is not served")
-    codec = ImageCodec(network, processor, is_whole=is_whole)
+    images = ImageCodec(network, processor, codec, is_whole=is_whole)
     try:
-        codec.try_several()
+        images.try_several()
     except InvalidArgumentError as error:
         return NoImages(str(error).removeprefix("image: "))
-    return codec
+    return images
 
 
 def _reads_images(network: PreTrainedModel) -> bool:

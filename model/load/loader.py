@@ -15,11 +15,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -27,7 +25,6 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -40,7 +37,6 @@ from transformers import (
 from transformers import __version__ as transformers_version
 
 from model.errors import (
-    InvalidArgumentError,
     ModelError,
     ModelNotFoundError,
     UnsupportedModelError,
@@ -56,16 +52,14 @@ from model.load.checkpoint import (
     read_object,
     reason,
 )
+from model.load.codec import NO_PANIC, HuggingFaceCodec, TextCodec
 from model.load.images import (
     ImageCodec,
-    ImageLimits,
-    ImagePrompt,
     NoImages,
-    RawImage,
     load_images,
 )
 from model.load.quantised import Format, check_scales, choose_dequantised, find_format, finish
-from model.load.text import Step, TextStream
+from model.load.text import TextStream
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks
 
@@ -79,83 +73,6 @@ _NAMED_SHAPES = 3
 _UNBLAMED = {"model_type", "architectures", "transformers_version"}
 _LoadingInfo = Mapping[str, Collection[object]]
 _BLAME_S = 5.0  # the most time to spend on finding the wrong field
-
-
-Message = Mapping[str, object]
-"""A message of a conversation: its `role`, and its `content`: a text, or a list of parts."""
-
-
-class TextCodec(Protocol):
-    """Text to tokens and back."""
-
-    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
-        """Tokens of a prompt, including those that the model wants at its start unless said."""
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        """Tokens of a conversation, in the format that the model was trained on.
-
-        Args:
-            messages: each with a `role` and a `content`.
-            opens_answer: whether the tokens end where the assistant's answer starts.
-            options: further variables of the model's chat template.
-        """
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-        image_mark: str = "",
-    ) -> tuple[str, bool]:
-        """The text of a conversation, and whether it still wants special tokens at its start.
-
-        Args:
-            messages: as for `encode_chat`; a content may be a list of parts, each of `type` "text",
-                with a `text`, or "image".
-            opens_answer: as for `encode_chat`.
-            options: as for `encode_chat`.
-            image_mark: stands for an image where there is no chat template.
-        """
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of generated tokens, without special tokens."""
-        ...
-
-    def describe(self) -> str | None:
-        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: unsupported.
-
-        O(tokens).
-        """
-        ...
-
-    def open_step(self) -> Step | None:
-        """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
-        ...
-
-
-def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: str = "") -> str:
-    """A conversation for a model without a chat template: one line per message.
-
-    `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
-    """
-
-    def said(content: object) -> str:
-        if not isinstance(content, list):
-            return str(content)
-        return "".join(part.get("text", image_mark) for part in content)
-
-    lines = [f"{message['role']}: {said(message['content'])}\n" for message in messages]
-    return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,149 +102,9 @@ class LoadedModel:
     draft: "LoadedModel | None" = None
     images: ImageCodec | NoImages = NoImages("this model reads text alone")  # noqa: RUF009
 
-    def encode_images(
-        self, text: str, images: Sequence[RawImage], limits: ImageLimits
-    ) -> tuple[list[int], ImagePrompt]:
-        """Tokens and images of a prompt, as `ImageCodec.encode`. O(pixels)."""
-        return self.images.encode(text, images, limits, self.codec.encode)
-
-    def encode_image_chat(
-        self,
-        messages: Sequence[Message],
-        images: Sequence[RawImage],
-        limits: ImageLimits,
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-    ) -> tuple[list[int], ImagePrompt]:
-        """Tokens and images of a conversation with image parts, likewise. O(pixels)."""
-        text, adds = self.codec.render_chat(
-            messages, opens_answer=opens_answer, options=options, image_mark=self.images.mark
-        )
-        encode = partial(self.codec.encode, adds_special_tokens=adds)
-        return self.images.encode(text, images, limits, encode)
-
     def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Start a text that this model writes. O(1)."""
         return TextStream(self.codec.decode, stop, self.codec.open_step())
-
-
-class _NoPanic:
-    """Turns a panic of the tokenizers library's Rust code into an `Exception`."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is not None and kind.__module__ == "pyo3_runtime":
-            raise RuntimeError(
-                f"tokenizer.json makes the tokenizers library fail: {error}"
-            ) from error
-
-
-_NO_PANIC = _NoPanic()
-
-
-class _HuggingFaceCodec:
-    """A tokenizer of Transformers.
-
-    Args:
-        tokenizer: does the work.
-        max_positions: of the model; a text that is too long even if every token were the longest is
-            refused before tokenizing, which takes about 300 bytes per character. None: no limit.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> None:
-        self._tokenizer = tokenizer
-        self._max_characters: int | None = None
-        if max_positions is not None:
-            self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """What does the work. O(1)."""
-        return self._tokenizer
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        text, adds = self.render_chat(messages, opens_answer=opens_answer, options=options)
-        return self.encode(text, adds_special_tokens=adds)
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-        image_mark: str = "",
-    ) -> tuple[str, bool]:
-        if self._tokenizer.chat_template is None:
-            return plain_chat(messages, opens_answer=opens_answer, image_mark=image_mark), True
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],  # type: ignore[arg-type]  # parts are allowed
-                tokenize=False,
-                add_generation_prompt=opens_answer,
-                **dict(options or {}),  # type: ignore[arg-type]
-            )
-        except Exception as error:  # a template may raise any error
-            raise InvalidArgumentError(
-                f"messages: wanted messages that the model's chat template accepts: {reason(error)}"
-            ) from error
-        return str(text), False
-
-    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
-        if self._max_characters is not None and len(text) > self._max_characters:
-            raise InvalidArgumentError(
-                f"prompt: wanted at most {self._max_characters:,} characters, the model's "
-                f"positions times the length of its longest token, got {len(text):,}"
-            )
-        try:
-            with _NO_PANIC:
-                return list(
-                    self._tokenizer.encode(
-                        text, truncation=False, add_special_tokens=adds_special_tokens
-                    )
-                )
-        except Exception as error:  # its files may not fit together
-            raise InvalidArgumentError(
-                f"prompt: wanted text that the model's tokenizer accepts: {reason(error)}"
-            ) from error
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        with _NO_PANIC:
-            text = self._tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        return str(text)
-
-    def describe(self) -> str | None:
-        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
-            return None
-        plain = copy(tokenizer)
-        plain.no_padding()
-        plain.no_truncation()
-        return str(plain.to_str())
-
-    def open_step(self) -> Step | None:
-        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
-            return None
-        step = partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
-
-        def guarded(tokens: list[int]) -> str | None:
-            with _NO_PANIC:
-                return step(tokens)
-
-        return guarded
 
 
 def load_model(
@@ -377,7 +154,7 @@ def load_model(
     if ranks is not None:
         images = NoImages("cannot be used with --tp")
     elif source.gguf is None:
-        images = load_images(source.name, source.options, network, codec.tokenizer)
+        images = load_images(source.name, source.options, network, codec)
     return wrap_network(name, network, codec, ranks, images)
 
 
@@ -718,14 +495,14 @@ def _load_network(
     return network if found is None else finish(network, found, dtype, device)
 
 
-def _load_codec(source: _Source, max_positions: int | None) -> _HuggingFaceCodec:
+def _load_codec(source: _Source, max_positions: int | None) -> HuggingFaceCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
-        with _NO_PANIC:
+        with NO_PANIC:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source.name, **source.options
             )
-        codec = _HuggingFaceCodec(tokenizer, max_positions)
+        codec = HuggingFaceCodec(tokenizer, max_positions)
         tokens = codec.encode(_SAMPLE_TEXT)
         codec.decode(tokens)
     except Exception as error:

@@ -52,8 +52,8 @@ def test_the_walk_sees_blocks_that_do_not_know_their_image(monkeypatch):
     """Image identity left out: the second image hits the blocks of the first."""
     encode = ImageCodec.encode
 
-    def anonymous(self, *args):
-        tokens, prompt = encode(self, *args)
+    def anonymous(self, *args, **how):
+        tokens, prompt = encode(self, *args, **how)
         items = tuple(dataclasses.replace(item, content=b"an image") for item in prompt.items)
         return tokens, dataclasses.replace(prompt, items=items)
 
@@ -65,8 +65,8 @@ def test_the_walk_sees_blocks_that_do_not_know_their_image(monkeypatch):
 def test_the_walk_sees_generated_tokens_without_the_constant_of_their_positions(monkeypatch):
     encode = ImageCodec.encode
 
-    def unmoved(self, *args):
-        tokens, prompt = encode(self, *args)
+    def unmoved(self, *args, **how):
+        tokens, prompt = encode(self, *args, **how)
         return tokens, dataclasses.replace(prompt, delta=0)
 
     monkeypatch.setattr(ImageCodec, "encode", unmoved)
@@ -134,7 +134,7 @@ def test_a_checkpoint_takes_images_in_the_shape_of_vllm(llm, files):
 def test_a_prompt_without_marks_has_its_images_at_its_start(llm):
     mark = llm.engine.model.images.mark
     tokens = [
-        llm.engine.model.encode_images(text, [vision.FIRST], LIMITS)[0]
+        llm.engine.model.images.encode(text, [vision.FIRST], LIMITS)[0]
         for text in ("Who?", f"{mark}\nWho?")
     ]
     assert tokens[0] == tokens[1]
@@ -186,7 +186,7 @@ def test_a_checkpoint_without_a_processor_serves_text_and_says_why_no_images(fol
     model = load_model(str(tmp_path), CPU)
     assert isinstance(model.images, NoImages)
     with pytest.raises(InvalidArgumentError, match=r"image: the processor of .* does not load"):
-        model.encode_images("a", [vision.FIRST], LIMITS)
+        model.images.encode("a", [vision.FIRST], LIMITS)
 
 
 # Files.

@@ -24,8 +24,9 @@ from model.attention.attention import IMPLEMENTATION
 from model.control.request import Request
 from model.control.submission import Submission
 from model.engine import Engine
+from model.load.codec import HuggingFaceCodec
 from model.load.images import NoImages, codec_of, processor_class
-from model.load.loader import LoadedModel, _HuggingFaceCodec, wrap_network
+from model.load.loader import LoadedModel, wrap_network
 from tests.model.networks import KnowingDrafter, preempt_in_steps
 from tests.model.tiny_configs import make_config
 from tests.model.walk import CLEAR, SEEDS, SIZES, engine_of
@@ -211,8 +212,8 @@ def build(name: str, seed: int = 0) -> tuple[LoadedModel, Any]:
     torch.manual_seed(seed)
     network = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     network.generation_config.eos_token_id = None
-    codec = _HuggingFaceCodec(processor.tokenizer, 256)
-    return wrap_network(name, network, codec, None, codec_of(network, processor)), processor
+    codec = HuggingFaceCodec(processor.tokenizer, 256)
+    return wrap_network(name, network, codec, None, codec_of(network, processor, codec)), processor
 
 
 def save(name: str, folder: Path) -> None:
@@ -276,7 +277,7 @@ def submit(engine: Engine, asked: Asked) -> Request:
     if not images:
         return engine.add_request(text, params)
     text = text.replace("#", engine.model.images.mark)
-    tokens, found = engine.model.encode_images(text, images, engine.config)
+    tokens, found = engine.model.images.encode(text, images, engine.config)
     [request] = engine.submit(Submission(tokens, params, images=found))
     return request
 
