@@ -90,7 +90,6 @@ class PromptOptions:
         "for them, such as <|image_pad|>, or before it",
         metavar="PATH",
         needs=("prompt",),
-        is_common=True,
     )
 
     def __post_init__(self) -> None:

@@ -192,9 +192,9 @@ def _parsed(where: str, line: str) -> Mapping[str, object]:
         raise UsageError(f"{where}: wanted an object with a prompt, got {type(entry).__name__}")
     unknown = sorted(entry.keys() - _FIELDS - _BESIDE - _INPUTS)
     if unknown:
-        known = ", ".join(sorted(_FIELDS | _BESIDE))
+        known = ", ".join(sorted(_FIELDS | _BESIDE | {"images"}))
         raise UsageError(
-            f"{where}: unknown field {shown(unknown[0])}; known: prompt, images, {known}"
+            f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}"
         )
     return entry
 

@@ -178,7 +178,6 @@ class ImageCodec:
 
     Attributes:
         mark: the text that stands for an image in a prompt, such as `<|image_pad|>`.
-
     """
 
     def __init__(
@@ -543,15 +542,12 @@ def codec_of(
     try:
         with _attending(_attention_of(network)):
             is_whole = _images_are_whole(network, token)
-    except UnsupportedModelError as error:
-        return NoImages(f"{what}: {error}")
-    if is_whole:
-        return NoImages(f"{what}: the tokens of an image see each other, which is not served")
-    images = ImageCodec(network, processor, codec, is_whole=is_whole)
-    try:
+        if is_whole:
+            return NoImages(f"{what}: the tokens of an image see each other, which is not served")
+        images = ImageCodec(network, processor, codec, is_whole=is_whole)
         images.try_several()
-    except InvalidArgumentError as error:
-        return NoImages(str(error).removeprefix("image: "))
+    except Exception as error:  # noqa: BLE001  # a class of Transformers may raise any error
+        return NoImages(f"{what}: {reason(error).removeprefix('image: ')}")
     return images
 
 
