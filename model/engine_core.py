@@ -115,7 +115,7 @@ class Model(Protocol):
         """Tokens that end a text."""
         ...
 
-    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+    def open_text(self, params: SamplingParams) -> TextStream:
         """Start a text that this model writes."""
         ...
 
@@ -359,7 +359,7 @@ class EngineCore:
             self._has_images |= asked.images is not None
             if params.grammar is not None:
                 self._grammars.open(request)
-            self._streams[request.request_id] = self._model.open_text(request.params.stop)
+            self._streams[request.request_id] = self._model.open_text(request.params)
             self._next_id += 1
             requests.append(request)
         return requests

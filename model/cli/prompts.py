@@ -193,9 +193,7 @@ def _parsed(where: str, line: str) -> Mapping[str, object]:
     unknown = sorted(entry.keys() - _FIELDS - _BESIDE - _INPUTS)
     if unknown:
         known = ", ".join(sorted(_FIELDS | _BESIDE | {"images"}))
-        raise UsageError(
-            f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}"
-        )
+        raise UsageError(f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}")
     return entry
 
 

@@ -37,8 +37,9 @@ from model.cluster.config import ClusterOptions
 from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Forwarded, Piece
 from model.errors import ModelError
 from model.serve.app import meet_clients
+from model.serve.conversation import conversation
 from model.serve.errors import ApiError, api_error
-from model.serve.protocol import ChatRequest, CompletionRequest, conversation
+from model.serve.protocol import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:  # the driver names this class without loading torch
     from model.load.codec import TextCodec
@@ -98,11 +99,11 @@ class Ingress:
     async def _forward(self, request: Request) -> Response:
         body = await request.body()
         scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
-        path = request.scope["path"]
+        path, options = request.scope["path"], self._serve.template_options
         if len(body) > _LONG_BODY:
-            prompt = await asyncio.to_thread(prompt_of, path, body, self._codec)
+            prompt = await asyncio.to_thread(prompt_of, path, body, self._codec, options)
         else:
-            prompt = prompt_of(path, body, self._codec)
+            prompt = prompt_of(path, body, self._codec, options)
         return _Answer(self, Forwarded(scope, body, *prompt))
 
     async def _metrics(self, _: Request) -> Response:
@@ -118,7 +119,9 @@ class Ingress:
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def prompt_of(path: str, body: bytes, codec: TextCodec) -> tuple[Sequence[int], kvcore.Namespace]:
+def prompt_of(
+    path: str, body: bytes, codec: TextCodec, template_options: dict[str, object] | None = None
+) -> tuple[Sequence[int], kvcore.Namespace]:
     """Return the tokens of a request's prompts, and their namespace. O(body).
 
     There are none where the request has no prompt or is malformed: then any replica answers it.
@@ -135,7 +138,7 @@ def prompt_of(path: str, body: bytes, codec: TextCodec) -> tuple[Sequence[int], 
             tokens = codec.encode_chat(
                 conversation(asked.messages),
                 opens_answer=asked.opens_answer,
-                options=asked.chat_template_kwargs,
+                options=(template_options or {}) | asked.template_options,
             )
         else:
             return (), kvcore.DEFAULT_NAMESPACE

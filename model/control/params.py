@@ -122,6 +122,11 @@ class SamplingParams:
         most=MAX_INT,
     )
     ignore_eos: bool = setting(False, help="continue after the model's end-of-sequence token")
+    skip_special_tokens: bool = setting(
+        True,
+        help="leave special tokens, such as the one that ends a text, out of the text",
+        flag="",
+    )
     logprobs: int | None = setting(
         None,
         help="report the log-probability of each token and of this many of the most likely tokens, "

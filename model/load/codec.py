@@ -10,7 +10,7 @@ Does not know: where a tokenizer is found (`loader.py`), images, requests.
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -26,6 +26,24 @@ Message = Mapping[str, object]
 
 class TextCodec(Protocol):
     """Text to tokens and back."""
+
+    @property
+    def template(self) -> str | None:
+        """The chat template; None: there is none."""
+        ...
+
+    @property
+    def response_template(self) -> Mapping[str, object] | None:
+        """How the model writes reasoning and tool calls, as Transformers reads it; None: unknown.
+
+        https://huggingface.co/docs/transformers/chat_response_parsing
+        """
+        ...
+
+    @property
+    def model_type(self) -> str:
+        """The family of its model, as its configuration names it."""
+        ...
 
     def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         """Tokens of a prompt, including those that the model wants at its start unless said."""
@@ -43,7 +61,8 @@ class TextCodec(Protocol):
         Args:
             messages: each with a `role` and a `content`.
             opens_answer: whether the tokens end where the assistant's answer starts.
-            options: further variables of the model's chat template.
+            options: what else Transformers' `apply_chat_template` takes, such as `tools`, and
+                further variables of the template.
         """
         ...
 
@@ -66,8 +85,8 @@ class TextCodec(Protocol):
         """
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of generated tokens, without special tokens."""
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of tokens."""
         ...
 
     def describe(self) -> str | None:
@@ -77,7 +96,7 @@ class TextCodec(Protocol):
         """
         ...
 
-    def open_step(self) -> Step | None:
+    def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
         """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
         ...
 
@@ -120,15 +139,28 @@ class HuggingFaceCodec:
 
     Args:
         tokenizer: does the work.
+        model_type: of the model.
         max_positions: of the model; a text that is too long even if every token were the longest is
             refused before tokenizing, which takes about 300 bytes per character. None: no limit.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model_type: str, max_positions: int | None
+    ) -> None:
         self._tokenizer = tokenizer
+        self.model_type = model_type
+        self.response_template: Mapping[str, object] | None = getattr(
+            tokenizer, "response_template", None
+        )
         self._max_characters: int | None = None
         if max_positions is not None:
             self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
+
+    @property
+    def template(self) -> str | None:
+        """As `TextCodec`."""
+        found = self._tokenizer.chat_template
+        return "".join(found.values()) if isinstance(found, dict) else found
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -155,14 +187,20 @@ class HuggingFaceCodec:
         image_mark: str = "",
     ) -> tuple[str, bool]:
         """As `TextCodec`."""
-        if self._tokenizer.chat_template is None:
+        options = options or {}
+        if options.get("chat_template", self._tokenizer.chat_template) is None:
+            if options.get("tools"):
+                raise InvalidArgumentError(
+                    "tools: wanted a model with a chat template, which this one lacks; "
+                    "--chat-template gives it one"
+                )
             return plain_chat(messages, opens_answer=opens_answer, image_mark=image_mark), True
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],  # type: ignore[arg-type]  # parts are allowed
+                cast("Any", [dict(message) for message in messages]),
                 tokenize=False,
                 add_generation_prompt=opens_answer,
-                **dict(options or {}),  # type: ignore[arg-type]
+                **options,  # type: ignore[arg-type]
             )
         except Exception as error:  # a template may raise any error
             raise InvalidArgumentError(
@@ -189,11 +227,13 @@ class HuggingFaceCodec:
                 f"prompt: wanted text that the model's tokenizer accepts: {reason(error)}"
             ) from error
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """As `TextCodec`."""
         with NO_PANIC:
             text = self._tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(tokens),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
             )
         return str(text)
 
@@ -207,12 +247,12 @@ class HuggingFaceCodec:
         plain.no_truncation()
         return str(plain.to_str())
 
-    def open_step(self) -> Step | None:
+    def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
         """As `TextCodec`."""
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
             return None
-        step = partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
+        step = partial(DecodeStream(skip_special_tokens=skip_special_tokens).step, tokenizer)
 
         def guarded(tokens: list[int]) -> str | None:
             with NO_PANIC:

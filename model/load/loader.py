@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -36,6 +37,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
+from model.control.params import SamplingParams
 from model.errors import (
     ModelError,
     ModelNotFoundError,
@@ -102,9 +104,13 @@ class LoadedModel:
     draft: "LoadedModel | None" = None
     images: ImageCodec | NoImages = NoImages("this model reads text alone")  # noqa: RUF009
 
-    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+    def open_text(self, params: SamplingParams) -> TextStream:
         """Start a text that this model writes. O(1)."""
-        return TextStream(self.codec.decode, stop, self.codec.open_step())
+        codec = self.codec
+        if params.skip_special_tokens:
+            return TextStream(codec.decode, params.stop, codec.open_step())
+        decode = partial(codec.decode, skip_special_tokens=False)
+        return TextStream(decode, params.stop, codec.open_step(skip_special_tokens=False))
 
 
 def load_model(
@@ -149,7 +155,7 @@ def load_model(
     if ranks is not None:
         ranks.end_turn()
         check_cut(network, ranks)
-    codec = _load_codec(source, _max_positions(config))
+    codec = _load_codec(source, config)
     images: ImageCodec | NoImages = NoImages(f"{name!r} is one file of text alone")
     if ranks is not None:
         images = NoImages("cannot be used with --tp")
@@ -198,7 +204,7 @@ def load_codec(name: str) -> TextCodec:
         ModelNotFoundError: there is no such model, or its tokenizer does not load.
     """
     source = _resolve(name)
-    return _load_codec(source, _max_positions(_load_config(source)))
+    return _load_codec(source, _load_config(source))
 
 
 def wrap_network(
@@ -495,14 +501,14 @@ def _load_network(
     return network if found is None else finish(network, found, dtype, device)
 
 
-def _load_codec(source: _Source, max_positions: int | None) -> HuggingFaceCodec:
+def _load_codec(source: _Source, config: PreTrainedConfig) -> HuggingFaceCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
         with NO_PANIC:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source.name, **source.options
             )
-        codec = HuggingFaceCodec(tokenizer, max_positions)
+        codec = HuggingFaceCodec(tokenizer, config.model_type, _max_positions(config))
         tokens = codec.encode(_SAMPLE_TEXT)
         codec.decode(tokens)
     except Exception as error:

@@ -7,19 +7,26 @@ allows.
 Does not know: how tokens come about, how an answer is sent (`generation.py`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, answer, reason_json, with_warning
+from model.serve.generation import Asked, EventForm, Form, answer, read, whole, with_warning
 from model.serve.logprobs import LogprobsWriter, quoted
 from model.serve.protocol import ChatCompletion, ChatRequest
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
+
+if TYPE_CHECKING:  # it loads Transformers
+    from model.serve.reading import Form as ReadingForm
+    from model.serve.reading import Part, Reader
 
 
 class _Messages(EventForm):
@@ -28,15 +35,17 @@ class _Messages(EventForm):
     Args:
         body: what was asked.
         service: who is asked.
+        readers: of each answer.
     """
 
-    def __init__(self, body: ChatRequest, service: Service) -> None:
+    def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
         head = {
             "id": service.new_id("chatcmpl"), "created": service.now(),
             "model": body.model or service.name,
         }  # fmt: skip
         super().__init__(body, head, ("chat.completion", "chat.completion.chunk"))
         self._num_samples = body.num_samples
+        self._readers = readers
         self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
         self._tells_logprobs = bool(body.logprobs)
 
@@ -49,23 +58,26 @@ class _Messages(EventForm):
         )
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
-        reason = reason_json(delta)
-        said = f'"delta":{{"content":{quoted(delta.text)}}}' if delta.text else '"delta":{}'
-        end = self._end(stream, delta)
-        if self._tells_logprobs:
-            return chain((self._begin,), self._choice(delta, said, reason), (end,))
-        if delta.text or delta.finish_reason is not None:
-            return (f"{self._begin}{self._plain(delta, said, reason)}{end}",)
-        return ()
+        reader = self._readers[delta.sample]
+        parts, reason = read(reader, delta)
+        said = [f'"delta":{quoted(_delta(part))}' for part in parts]
+        if not said and (self._tells_logprobs or delta.finish_reason is not None):
+            said = ['"delta":{}']
+        return chain.from_iterable(
+            chain(
+                (self._begin,),
+                self._choice(each, one, reason if number == len(said) else "null"),
+                (self._end(stream, each),),
+            )
+            for number, one in enumerate(said, 1)
+            for each in (delta if number == 1 else delta._replace(tokens=()),)
+        )
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
         choices = (
-            self._choice(
-                each,
-                f'"message":{{"role":"assistant","content":{quoted(each.text)}}}',
-                reason_json(each),
-            )
+            self._choice(each, f'"message":{quoted(_message(parts))}', reason)
             for each in deltas
+            for parts, reason in (read(self._readers[each.sample], each),)
         )
         return self._whole(choices, stream)
 
@@ -82,6 +94,116 @@ class _Messages(EventForm):
         yield "}"
 
 
+def _delta(part: Part) -> dict[str, object]:
+    """A part as an event tells it."""
+    match part.kind:
+        case "content":
+            return {"content": part.text}
+        case "reasoning":
+            return {"reasoning_content": part.text}
+        case "call":
+            function = {"name": part.text, "arguments": ""}
+            begun = {"id": part.call_id, "type": "function", "function": function}
+            return {"tool_calls": [{"index": part.number, **begun}]}
+    return {"tool_calls": [{"index": part.number, "function": {"arguments": part.text}}]}
+
+
+def _message(parts: Iterable[Part]) -> dict[str, object]:
+    """All parts of an answer as one message."""
+    told = whole(parts)
+    message: dict[str, object] = {"role": "assistant", "content": told.content}
+    if told.reasoning:
+        message["reasoning_content"] = told.reasoning
+    if told.calls:
+        message["content"] = told.content or None
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in told.calls
+        ]
+    return message
+
+
+async def converse(
+    service: Service,
+    body: ChatRequest,
+    request: Request,
+    form: Callable[[ChatRequest, Service, Sequence[Reader]], Form] = _Messages,
+    fields: Mapping[str, str] | None = None,
+) -> Response:
+    """Answer a conversation.
+
+    Args:
+        service: answers.
+        body: what was asked.
+        request: it, as it came.
+        form: makes what writes the answer.
+        fields: what the request calls fields of `body`, where it has other names for them.
+
+    Raises:
+        ApiError: it is refused, or fails before anything was sent.
+    """
+    body.check(is_strict=service.config.strict_fields)
+    service.check_model(body.model)
+    service.serving()
+    prompt = await service.encode_chat(body.messages, body)
+    max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
+    if max_tokens is None:
+        max_tokens, name = body.max_tokens, "max_tokens"
+    if max_tokens is None:
+        max_tokens = max(1, service.engine.engine.max_model_len - len(prompt))
+    names = {
+        "prompt": "messages",
+        "max_tokens": name,
+        "logprobs": "top_logprobs",
+        "grammar": body.grammar_field,
+    }
+    names = {runners: (fields or {}).get(own, own) for runners, own in names.items()}
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
+    read_as = _reading_form(service, body, prompt)
+    try:
+        params = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    except InvalidArgumentError as error:
+        raise api_error(error, names) from error
+    if read_as.template is not None:
+        params = replace(params, skip_special_tokens=False)  # some of them mark regions
+    turns = await service.turns(body.messages, prompt, body)
+    submission = body.submission(prompt, params, service.adapter(body.model))
+    asked = Asked(
+        submissions=[replace(submission, boundaries=turns)],
+        streams=bool(body.stream),
+        names=names,
+    )
+    readers = [
+        service.reading.open(read_as, lambda: service.new_id("call"))
+        for _ in range(body.num_samples)
+    ]
+    response = await answer(request, service, asked, form(body, service, readers))
+    return with_warning(response, body)
+
+
+def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) -> ReadingForm:
+    """How the answer of a request is read."""
+    if body.must_call:
+        return service.reading.demanded(body.chosen)
+    if not body.may_call:
+        return service.reading.free(() if body.grammar_field else prompt)
+    if not service.reading.knows_calls:
+        raise ApiError(
+            400,
+            "tools: how this model writes calls is unknown; choose with --tool-call-parser, or "
+            "demand a call by tool_choice",
+            param="tools",
+        )
+    tools: list[dict[str, object]] = [tool.model_dump() for tool in body.tools or ()]
+    most_calls = 1 if body.parallel_tool_calls is False else None
+    return service.reading.free(() if body.grammar_field else prompt, tools, most_calls)
+
+
 def chat(service: Service) -> APIRouter:
     """The routes. O(1)."""
     router = APIRouter()
@@ -89,39 +211,6 @@ def chat(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
     async def talk(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        body.check(is_strict=service.config.strict_fields)
-        service.check_model(body.model)
-        service.serving()
-        prompt = await service.encode_chat(
-            body.messages,
-            opens_answer=body.opens_answer,
-            options=body.chat_template_kwargs,
-        )
-        max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
-        if max_tokens is None:
-            max_tokens, name = body.max_tokens, "max_tokens"
-        if max_tokens is None:
-            max_tokens = max(1, service.engine.engine.max_model_len - len(prompt))
-        names = {
-            "prompt": "messages",
-            "max_tokens": name,
-            "logprobs": "top_logprobs",
-            "grammar": body.grammar_field,
-        }
-        if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
-        try:
-            params = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
-        except InvalidArgumentError as error:
-            raise api_error(error, names) from error
-        turns = await service.turns(body.messages, prompt, body.chat_template_kwargs)
-        adapter = service.adapter(body.model)
-        asked = Asked(
-            submissions=[replace(body.submission(prompt, params, adapter), boundaries=turns)],
-            streams=bool(body.stream),
-            names=names,
-        )
-        response = await answer(request, service, asked, _Messages(body, service))
-        return with_warning(response, body)
+        return await converse(service, body, request)
 
     return router

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -32,8 +32,13 @@ from model.serve.protocol import GenerationRequest, PromptTokensDetails, Usage
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
+if TYPE_CHECKING:  # it loads Transformers
+    from model.serve.reading import Part, Reader
+
 _TURN_CHARACTERS = 32_768
 """What is written of an answer before others have a turn on the event loop."""
+
+_DONE = "data: [DONE]\n\n"
 
 CLIENT_GONE = 499
 """The status in the access log of an answer whose client has gone, as in nginx."""
@@ -67,6 +72,10 @@ class Form(Protocol):
 
     def end(self, stream: TokenStream) -> str:
         """The events after the last."""
+        ...
+
+    def failed(self, error: ApiError) -> str:
+        """The events after an error, in place of those of the end."""
         ...
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
@@ -117,10 +126,14 @@ class EventForm:
         self._num_told: dict[int, int] = {}  # tokens of each sample so far
 
     def end(self, stream: TokenStream) -> str:
-        """The event that tells the usage, where it was asked for. O(samples)."""
+        """The event that tells the usage, where it was asked for, and the last one. O(samples)."""
         if not self._includes_usage:
-            return ""
-        return f'{self._begin}],"usage":{self._usage(stream).model_dump_json()}}}\n\n'
+            return _DONE
+        return f'{self._begin}],"usage":{self._usage(stream).model_dump_json()}}}\n\n{_DONE}'
+
+    def failed(self, error: ApiError) -> str:
+        """The event of an error, and the last one. O(message)."""
+        return f"data: {quoted(error.body)}\n\n{_DONE}"
 
     def _usage(self, stream: TokenStream) -> Usage:
         """The counts that are told. O(samples)."""
@@ -163,6 +176,59 @@ def reason_json(delta: Delta) -> str:
     if reason is FinishReason.ERROR:
         raise delta.error or EngineFaultError("engine: it failed while it computed this request")
     return quoted(reason.value)
+
+
+def read(reader: Reader, delta: Delta) -> tuple[list[Part], str]:
+    """What is new in an answer, and why it has ended, as JSON; null: it has not. O(text).
+
+    Raises:
+        ModelError: it ended because of an error.
+    """
+    reason = reason_json(delta)
+    parts = reader.read(delta.text, is_last=delta.finish_reason is not None)
+    if delta.finish_reason is FinishReason.STOP and reader.num_calls:
+        reason = '"tool_calls"'
+    return parts, reason
+
+
+@dataclass(slots=True)
+class WholeCall:
+    """A call of a tool.
+
+    Attributes:
+        call_id: its name.
+        name: of the function.
+        arguments: a JSON object, as text.
+    """
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    """All that an answer says."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[WholeCall] = field(default_factory=list)
+
+
+def whole(parts: Iterable[Part]) -> WholeAnswer:
+    """The parts of an answer, joined. O(text)."""
+    told = WholeAnswer()
+    for part in parts:
+        match part.kind:
+            case "reasoning":
+                told.reasoning += part.text
+            case "content":
+                told.content += part.text
+            case "call":
+                told.calls.append(WholeCall(part.call_id, part.text))
+            case "arguments":
+                told.calls[-1].arguments += part.text
+    return told
 
 
 async def answer(request: Request, service: Service, asked: Asked, form: Form) -> Response:
@@ -301,10 +367,8 @@ class _EventStream(Response):
                 if not goes_on:
                     events.append(form.end(stream))
             except (ModelError, ApiError) as error:
-                events.append(f"data: {quoted(api_error(error, self._names).body)}\n\n")
+                events.append(form.failed(api_error(error, self._names)))
                 goes_on = False
-            if not goes_on:
-                events.append("data: [DONE]\n\n")
             await _send_body(send, events, goes_on=goes_on)
             events, size = [], 0
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from model.async_engine import AsyncEngine
 from model.errors import InvalidArgumentError
 from model.serve.config import ServeConfig
+from model.serve.conversation import ConversationOptions, Message, conversation
 from model.serve.errors import ApiError, api_error
 from model.serve.gate import ids
-from model.serve.protocol import Message, conversation
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
+    from model.serve.reading import Reading
 
 _LONG = 4096  # characters or tokens; more are made to each other on a thread of their own
 
@@ -93,6 +96,13 @@ class Service:
             return codec.decode(self.checked(tokens))
         return await asyncio.to_thread(lambda: codec.decode(self.checked(tokens)))
 
+    @cached_property
+    def reading(self) -> Reading:
+        """How the model's answers are read; wanted only while it is served. Once O(template)."""
+        loaded = import_module("model.serve.reading")  # Transformers is there with the engine
+        made: Reading = loaded.Reading(self.engine.engine.model.codec, *self.config.families)
+        return made
+
     async def encode(self, text: str) -> list[int]:
         """The tokens of a text. O(text)."""
         codec = self.engine.engine.model.codec
@@ -107,7 +117,7 @@ class Service:
         self,
         messages: Sequence[Message],
         prompt: Sequence[int],
-        options: Mapping[str, object] | None,
+        options: ConversationOptions,
     ) -> tuple[int, ...]:
         """Where the last user's turn begins in a prompt, and where the answer's opening does.
 
@@ -118,11 +128,12 @@ class Service:
             return ()
         users = [number for number, one in enumerate(messages) if one.role == "user"]
         found: list[int] = []
+        closed = options.model_copy(
+            update={"add_generation_prompt": False, "continue_final_message": None}
+        )
         for part in {len(messages), *users[-1:]} - {0}:
             try:
-                tokens = await self.encode_chat(
-                    messages[:part], opens_answer=False, options=options
-                )
+                tokens = await self.encode_chat(messages[:part], closed)
             except ApiError:  # a template may refuse a part
                 continue
             pairs = enumerate(zip(tokens, prompt, strict=False))
@@ -133,9 +144,7 @@ class Service:
     async def encode_chat(
         self,
         messages: Sequence[Message],
-        *,
-        opens_answer: bool,
-        options: Mapping[str, object] | None,
+        options: ConversationOptions,
     ) -> list[int]:
         """The tokens of a conversation. O(its text)."""
         codec = self.engine.engine.model.codec
@@ -143,8 +152,8 @@ class Service:
             return await asyncio.to_thread(
                 codec.encode_chat,
                 conversation(messages),
-                opens_answer=opens_answer,
-                options=options,
+                opens_answer=options.opens_answer,
+                options=self.config.template_options | options.template_options,
             )
         except InvalidArgumentError as error:
             raise api_error(error, {"prompt": "messages"}) from error

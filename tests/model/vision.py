@@ -212,7 +212,7 @@ def build(name: str, seed: int = 0) -> tuple[LoadedModel, Any]:
     torch.manual_seed(seed)
     network = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     network.generation_config.eos_token_id = None
-    codec = HuggingFaceCodec(processor.tokenizer, 256)
+    codec = HuggingFaceCodec(processor.tokenizer, config.model_type, 256)
     return wrap_network(name, network, codec, None, codec_of(network, processor, codec)), processor
 
 

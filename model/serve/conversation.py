@@ -1,0 +1,109 @@
+"""A conversation: its messages, and how it becomes a prompt.
+
+Decides: which roles and parts a message may have, and what a chat template reads of them: calls of
+tools with their arguments as objects, and the reasoning of earlier answers.
+
+Invariants: an assistant's message is taken as an answer has it, so that it can be sent back.
+
+Does not know: tokens, what a tool call must look like (`tools.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from model.serve.bounds import Many, Strict, Text
+from model.serve.errors import ApiError
+from model.serve.tools import Tool, ToolCall
+
+
+class TextPart(Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | Many[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Many[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Text | None = None
+    # What an answer has beside these, so that it can be sent back as it came.
+    refusal: str | None = None
+    reasoning: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        """All that it says. O(content)."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Messages as a chat template reads them. O(their text).
+
+    Raises:
+        ApiError: the arguments of a call are no JSON object.
+    """
+    told: list[dict[str, object]] = []
+    for place, message in enumerate(messages):
+        one: dict[str, object] = {"role": message.role, "content": message.text}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(message, name) is not None:
+                one[name] = getattr(message, name)
+        if message.tool_calls:
+            one["tool_calls"] = [
+                call.as_template_reads_it(f"messages.{place}.tool_calls.{number}")
+                for number, call in enumerate(message.tool_calls)
+            ]
+        told.append(one)
+    return told
+
+
+class ConversationOptions(Strict):
+    """How a conversation becomes a prompt."""
+
+    tools: Many[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends where the assistant begins to speak. O(1).
+
+        Raises:
+            ApiError: it is also to end where the last message does.
+        """
+        if not self.continue_final_message:
+            return self.add_generation_prompt is not False
+        if self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message: cannot be combined with add_generation_prompt",
+                param="continue_final_message",
+            )
+        return False
+
+    @property
+    def template_options(self) -> dict[str, object]:
+        """What a chat template is told beside the messages. O(tools)."""
+        told: dict[str, object] = {}
+        if self.tools:
+            told["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        if self.continue_final_message:
+            told["continue_final_message"] = True
+        if self.reasoning_effort is not None:
+            told["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":  # as Qwen's templates call it
+                told["enable_thinking"] = False
+        return told | (self.chat_template_kwargs or {})
