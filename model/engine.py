@@ -166,7 +166,7 @@ class Engine(EngineCore):
         """
         network, sanitizer = self.network, self._sanitizer
         if model.ranks is not None:
-            name = "disk" if self.config.host_memory_bytes is None else "host_memory_bytes"
+            name = self.config.tier_settings[0]
             raise InvalidArgumentError(f"{name}: cannot be used with --tp")
 
         def began(lease: kvcore.Lease) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar, final
 
@@ -66,11 +67,13 @@ class Tier(Protocol):
 
     Attributes:
         name: for reports.
+        keeps: whether it takes copies; False of one that is only read, such as a peer.
         stats: its counters.
         epoch: how often it was cleared.
     """
 
     name: str
+    keeps: bool
     stats: TierStats
     epoch: int
 
@@ -105,6 +108,61 @@ class Tier(Protocol):
     def close(self) -> None:
         """Let go of the device; what is complete is found by the next start. Must not raise."""
         ...
+
+
+class KeepingTier(Tier, Protocol):
+    """A tier that takes copies, and says what comes and goes: one whose `keeps` is True."""
+
+    def watch(self, news: threading.Event) -> Changes:
+        """Return what is there now as changes, to which later ones are added. O(copies).
+
+        Args:
+            news: is set by each change.
+        """
+        ...
+
+    def unwatch(self, changes: Changes) -> None:
+        """Note no further changes. O(watchers)."""
+        ...
+
+
+@final
+class Changes:
+    """The keys that have come to a tier and gone since they were last taken, from any thread.
+
+    A copy that has come and gone, or gone and come, in between is no change.
+
+    Args:
+        keys: those that are there.
+        news: is set by each change.
+    """
+
+    def __init__(self, keys: Iterable[Key], news: threading.Event) -> None:
+        self._changed = dict.fromkeys(keys, True)
+        self._is_cleared = False
+        self._lock = threading.Lock()
+        self._news = news
+
+    def note(self, key: Key, *, is_there: bool) -> None:
+        """Note that a copy has come or gone. O(1)."""
+        with self._lock:
+            if self._changed.pop(key, None) is None:
+                self._changed[key] = is_there
+        self._news.set()
+
+    def clear(self) -> None:
+        """Note that all copies have gone. O(1)."""
+        with self._lock:
+            self._changed = {}
+            self._is_cleared = True
+        self._news.set()
+
+    def take(self) -> tuple[bool, dict[Key, bool]]:
+        """Return whether all have gone first, and then whether each changed key is there. O(1)."""
+        with self._lock:
+            taken = self._is_cleared, self._changed
+            self._is_cleared, self._changed = False, {}
+        return taken
 
 
 @final
@@ -157,8 +215,10 @@ class EvictionOrder:
 class IndexedTier(Generic[_Entry]):
     """The index that a tier keeps of its copies: their entries, eviction order and counters.
 
-    Its methods beside those of `Tier` are called with the lock held.
+    Its methods beside those of `Tier` and `watch` are called with the lock held.
     """
+
+    keeps = True
 
     def __init__(self, name: str, capacity_bytes: SupportsIndex) -> None:
         self.name = name
@@ -167,6 +227,19 @@ class IndexedTier(Generic[_Entry]):
         self._entries: dict[Key, _Entry] = {}
         self._order = EvictionOrder()
         self._lock = threading.Lock()
+        self._watchers: tuple[Changes, ...] = ()
+
+    def watch(self, news: threading.Event) -> Changes:
+        """See `KeepingTier.watch`."""
+        with self._lock:
+            changes = Changes(self._entries, news)
+            self._watchers += (changes,)
+        return changes
+
+    def unwatch(self, changes: Changes) -> None:
+        """See `KeepingTier.unwatch`."""
+        with self._lock:
+            self._watchers = tuple([one for one in self._watchers if one is not changes])
 
     def contains(self, key: Key) -> bool:
         """See `Tier.contains`."""
@@ -181,12 +254,16 @@ class IndexedTier(Generic[_Entry]):
         self._entries[key] = entry
         self._order.add(key, priority)
         self.stats.num_records = len(self._entries)
+        for watcher in self._watchers:
+            watcher.note(key, is_there=True)
 
     def _remove(self, key: Key) -> _Entry:
         """Let a copy be found no more; return its entry. O(1)."""
         entry = self._entries.pop(key)
         self._order.remove(key)
         self.stats.num_records = len(self._entries)
+        for watcher in self._watchers:
+            watcher.note(key, is_there=False)
         return entry
 
     def _remove_all(self) -> None:
@@ -194,6 +271,8 @@ class IndexedTier(Generic[_Entry]):
         self._entries = {}
         self._order.clear()
         self.stats.num_records = 0
+        for watcher in self._watchers:
+            watcher.clear()
 
     def _note_hit(self, key: Key, length: int) -> None:
         """Count a copy of `length` bytes that is returned, as the one used last."""

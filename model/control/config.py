@@ -31,6 +31,8 @@ _EXCLUSIVE = (
     ("sanitize", "compile"),
 )
 
+_TIERS = ("host_memory_bytes", "disk", "peer")
+
 _NGRAM_DRAFTS, _MODEL_DRAFTS = 8, 4
 """The default number of draft tokens: an n-gram look-up costs no forward pass, a model one each."""
 
@@ -174,6 +176,29 @@ class EngineConfig(StepLimits):
         flag="disk-size",
         needs=("disk",),
     )
+    peer: tuple[str, ...] = setting(
+        (),
+        help="tiers: address of another process of the same model that serves copies of its KV "
+        "cache blocks (--serve-kv), which are loaded from there",
+        least=1,
+        metavar="HOST:PORT",
+    )
+    serve_kv: str | None = setting(
+        None,
+        help="tiers: address at which peers may load the copies in host memory and on disk; port "
+        "0: any free port (default: none)",
+        least=1,
+        metavar="HOST:PORT",
+        needs=("host_memory_bytes", "disk"),
+    )
+    kv_secret: str | None = setting(
+        None,
+        help="tiers: file with the secret that peers share, wanted unless all their addresses are "
+        "on this machine (127.0.0.1)",
+        least=1,
+        metavar="PATH",
+        needs=("peer", "serve_kv"),
+    )
     eager: bool = setting(
         False,
         help="run the network's modules eagerly: no CUDA graphs, no tracing, no torch.compile",
@@ -249,12 +274,17 @@ class EngineConfig(StepLimits):
 
     @property
     def has_tiers(self) -> bool:
-        """Whether host memory or a disk keeps copies. O(1)."""
-        return self.host_memory_bytes is not None or self.disk is not None
+        """Whether host memory, a disk or a peer has copies. O(1)."""
+        return bool(self.tier_settings)
+
+    @property
+    def tier_settings(self) -> tuple[str, ...]:
+        """The settings that ask for tiers. O(1)."""
+        return tuple([name for name in _TIERS if getattr(self, name)])
 
     def without_tiers(self) -> "EngineConfig":
         """The same, where nothing but the cache keeps blocks. O(settings)."""
-        names = ("host_memory_bytes", "disk", "disk_bytes")
+        names = (*_TIERS, "disk_bytes", "serve_kv", "kv_secret")
         defaults = {one.name: one.default for one in settings_of(EngineConfig) if one.name in names}
         return replace(self, **defaults)  # type: ignore[arg-type]
 
@@ -265,11 +295,11 @@ class EngineConfig(StepLimits):
                 raise InvalidArgumentError(
                     f"{one}: cannot be combined with {other}; give one of them"
                 )
-        for name in ("host_memory_bytes", "disk"):
-            if getattr(self, name) is not None and not self.enable_prefix_caching:
-                raise InvalidArgumentError(
-                    f"{name}: wanted prefix caching, which is off; remove --no-prefix-cache"
-                )
+        if self.has_tiers and not self.enable_prefix_caching:
+            raise InvalidArgumentError(
+                f"{self.tier_settings[0]}: wanted prefix caching, which is off; remove "
+                "--no-prefix-cache"
+            )
         if self.is_speculative and self.async_scheduling:
             source = "drafts" if self.draft_model is None else "draft_model"
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Requests that wait for KV from host memory or disk, and the transfers from and to these tiers.
+"""Requests that wait for KV from host memory, disk or a peer, and transfers to and from tiers.
 
 Decides: whether a load is worth it: it should be quicker than computing, both as measured while
 running; until both have been measured, a load is tried. When a load is given up: once it has taken
@@ -33,7 +33,7 @@ from model.control.request import Request
 from model.host import Host
 
 if TYPE_CHECKING:  # not loaded where there are no tiers
-    from kvcore.tiers import Found, LoadJob, StoreJob, TierManager
+    from kvcore.tiers import Found, LoadJob, PeerServer, StoreJob, TierManager
 
 _LEAST_STEP_TOKENS: Final = 16  # a step with fewer says little about the time of a prefill
 _LEAST_DEADLINE_S: Final = 1.0
@@ -209,9 +209,11 @@ class TierTransfers:
         tiers: what is where.
         device: moves bytes.
         host: gives threads and time; None: the process.
+        server: serves the tiers to peers; None: nothing does.
 
     Attributes:
         tiers: as above.
+        server: as above.
         costs: what decides whether a load is worth it.
         stats: its counters.
         wake: is called on a thread of the transfers whenever one is over.
@@ -223,8 +225,10 @@ class TierTransfers:
         device: TierDevice,
         costs: TransferCosts,
         host: Host | None = None,
+        server: PeerServer | None = None,
     ) -> None:
         self.tiers = tiers
+        self.server = server
         self.costs = costs
         self.stats = TransferStats()
         self.wake: Callable[[], None] = _nothing
@@ -404,6 +408,8 @@ class TierTransfers:
             self.tend()
         for queue in self._queues:
             queue.put(None)
+        if self.server is not None:
+            self.server.close()
         self.tiers.close()
 
     # What follows runs on the threads of the transfers.

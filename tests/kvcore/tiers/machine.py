@@ -47,6 +47,11 @@ def truth(*about):
     return xxhash.xxh3_128_digest(repr(about).encode())
 
 
+def key_of(group, block_hash, namespace):
+    """The group, with its highest bit set where there is a salt, and the hash."""
+    return (group + (bool(namespace.salt) << 31)).to_bytes(4, "little") + block_hash
+
+
 class Memory:
     """The blocks of the device."""
 
@@ -94,15 +99,19 @@ class Watched:
             self.machine.since_clear.add(key)
         return is_kept
 
+    meanwhile = None
+
     def get(self, key, length):
         is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()
-        payload = self.tier.get(key, length)
+        payload, meanwhile, self.meanwhile = self.tier.get(key, length), self.meanwhile, None
         if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
             raise BrokenError("P37: a tier served other bytes than this prefix has")
         if payload is not None and key not in self.machine.since_clear:
             raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
         if payload is None and is_there and self.tier.stats.faults.total() == faults:
             raise BrokenError("P37: a record was not served, and that is not counted")
+        if meanwhile is not None:
+            meanwhile()  # on another thread
         return payload
 
 
@@ -162,7 +171,7 @@ class TierMachine(RuleBasedStateMachine):
             chosen.insert(0, self.host_tier(12 * (512 + 2 * NUM_BYTES)))
         self.tiers = self.tier_manager(
             self.kv,
-            [Watched(tier, self) for tier in chosen],
+            [*[Watched(tier, self) for tier in chosen], *self.further_tiers()],
             self.memory,
             block_bytes=NUM_BYTES,
             meaning={"weights": weights},
@@ -173,6 +182,13 @@ class TierMachine(RuleBasedStateMachine):
                 f"P39: {self.disk.total} bytes on a disk tier of {capacity} at its start"
             )
         self.disk.capacity = capacity
+
+    def further_tiers(self):
+        return []
+
+    @property
+    def on_disk(self):
+        return next(one.tier for one in self.tiers.tiers if one.name == "disk")
 
     # What a block must hold
 
@@ -187,7 +203,7 @@ class TierMachine(RuleBasedStateMachine):
                 payload = b"".join(
                     [self.bytes_of(namespace, number, prefix, piece) for piece in range(pieces)]
                 )
-                self.true_payloads[number.to_bytes(4, "little") + block_hash] = payload
+                self.true_payloads[key_of(number, block_hash, namespace)] = payload
 
     def bytes_of(self, namespace, group, prefix, piece=0):
         return truth(self.weights, namespace.salt, group, prefix, piece)
@@ -268,7 +284,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def store_all(self, seq):
         """Store what is published; on a sound disk every block of a prompt is there then."""
-        disk = self.tiers.tiers[-1].tier
+        disk = self.on_disk
         before, is_cached = disk.stats.num_evicted, self.kv.enable_caching
         while self.stores:
             self.end_store(0, runs=True)
@@ -287,7 +303,7 @@ class TierMachine(RuleBasedStateMachine):
             for block_hash in kvcore.block_hashes(
                 tokens, table.block_size, namespace=namespace, algorithm="sha256"
             ):
-                key = number.to_bytes(4, "little") + block_hash
+                key = key_of(number, block_hash, namespace)
                 if not disk.contains(key):
                     raise BrokenError("P24: a prompt was stored, and a tier does not have it")
 
@@ -409,7 +425,7 @@ class TierMachine(RuleBasedStateMachine):
     )
     def restart(self, kind, weights, share, lost, crash=None):
         """The process ends, in order or not, and another begins on the same disk."""
-        found = {*self.tiers.tiers[-1].tier._entries}
+        found = {*self.on_disk._entries}
         if kind == "closed":
             self.finish_all()
             self.tiers.close()
@@ -430,7 +446,7 @@ class TierMachine(RuleBasedStateMachine):
             self.disk.is_taken = False
             self.start(weights, capacity)
         self.disk.crash = None
-        again = {*self.tiers.tiers[-1].tier._entries}
+        again = {*self.on_disk._entries}
         if is_sound and is_same and not found <= again:
             raise BrokenError("P24: a restart has lost records that were whole")
         self.was_sound = True

@@ -4,7 +4,7 @@ The threads beside them are those in which the bug was reported. Each is an edit
 and the property that must be seen broken.
 """
 
-from kvcore.tiers import disk, host, jobs, record, tier_manager
+from kvcore.tiers import disk, host, jobs, peer, peer_server, record, tier_manager
 
 PLANTED = {}  # by name: the properties, the story in which it shows, and the edit
 
@@ -53,9 +53,9 @@ plant(
     "P37 P38",
     "restarts",
     tier_manager._Run,
-    "_hash_before",
-    'key = seq.namespace_key or b""',
-    'key = b"KVN1"',
+    "__init__",
+    'seq.namespace_key or b""',
+    'b"KVN1"',
 )
 # vllm#52234: a stale block id returns the answer to the previous prompt.
 plant(
@@ -73,8 +73,8 @@ plant(
     "restarts",
     record,
     "key_of",
-    'group.to_bytes(4, "little")',
-    "bytes(4)",
+    "group | is_private",
+    "0 | is_private",
 )
 # sglang#39830: a tier serves what was there before the weights changed.
 plant(
@@ -332,4 +332,145 @@ plant(
     "cancel_stores",
     "jobs = [*self._stores]",
     "jobs = []",
+)
+
+# A peer is asked by content, and believed only as far as its answer shows.
+
+# vllm#52234: an answer to another question, with another prompt's bytes.
+plant(
+    "answers_of_a_peer_are_not_compared_with_questions",
+    "P37",
+    "peer_misbehaves",
+    peer.PeerTier,
+    "_ask",
+    "!= (key, self._session, self._number)",
+    "== ()",
+)
+plant(
+    "answers_of_a_peer_have_no_checksum",
+    "P37",
+    "peer_misbehaves",
+    peer.PeerTier,
+    "_ask",
+    "if checksum_of(payload) != header.checksum:",
+    "if False:",
+)
+# sglang#23746: the other side has another number of ranks.
+plant(
+    "answers_of_a_peer_may_mean_something_else",
+    "P37",
+    "peer_misbehaves",
+    peer.PeerTier,
+    "_ask",
+    "if header.meaning != self._meaning:",
+    "if False:",
+)
+plant(
+    "peers_of_another_layout_are_served",
+    "P37",
+    "peer_is_a_stranger",
+    peer_server.PeerSession,
+    "agree",
+    "AGREED if meaning == server.manager.meaning else OTHER_MEANING",
+    "AGREED",
+)
+plant(
+    "peers_without_the_secret_are_served",
+    "P37",
+    "peer_is_a_stranger",
+    peer_server.PeerSession,
+    "agree",
+    "status = OTHER_SECRET",
+    "pass",
+)
+# sglang#37160: salts are ignored below the GPU; here beyond the process.
+plant(
+    "contents_with_a_salt_are_named_to_peers",
+    "P37",
+    "peer_serves",
+    peer_server.PeerSession,
+    "news",
+    "if not is_private(key):",
+    "if True:",
+)
+plant(
+    "contents_with_a_salt_are_served_to_peers",
+    "P37",
+    "peer_is_a_stranger",
+    peer_server.PeerSession,
+    "_find",
+    "if is_private(key) or",
+    "if",
+)
+plant(
+    "keys_do_not_say_that_there_is_a_salt",
+    "P37",
+    "peer_serves",
+    tier_manager.TierManager,
+    "_part",
+    "_is_salted(first.node, salted)",
+    "False",
+)
+plant(
+    "the_length_that_a_peer_asks_for_is_believed",
+    "P24",
+    "peer_is_a_stranger",
+    peer_server.PeerSession,
+    "_find",
+    "if length != manager.copy_bytes(group):",
+    "if False:",
+)
+plant(
+    "a_reset_is_not_waited_for_by_an_answer",
+    "P37",
+    "peer_resets",
+    peer_server.PeerSession,
+    "_find",
+    "if payload is not None and epochs == [tier.epoch for tier in tiers]:",
+    "if payload is not None:",
+)
+plant(
+    "a_reset_of_the_peer_is_not_heard_by_loads",
+    "P38",
+    "peer_resets",
+    peer.PeerTier,
+    "_apply",
+    "self.epoch += 1",
+    "self._num_losses += 0",
+)
+plant(
+    "a_peer_is_asked_again_after_a_reset",
+    "P37",
+    "peer_resets",
+    peer.PeerTier,
+    "clear",
+    "self._refused |= self._known",
+    "pass",
+)
+plant(
+    "misses_of_a_peer_are_not_counted",
+    "P37",
+    "peer_misbehaves",
+    peer.PeerTier,
+    "_note",
+    "self.stats.faults[fault] += 1",
+    "pass",
+)
+plant(
+    "a_peer_is_waited_for_without_end",
+    "P41",
+    "peer_serves",
+    peer.PeerTier,
+    "_ask",
+    "time.monotonic() + _ANSWER_S",
+    'float("inf")',
+)
+plant(
+    "what_a_peer_has_evicted_is_still_asked_for",
+    "P21",
+    "peer_evicts",
+    peer.PeerTier,
+    "_apply",
+    "self._known.difference_update(went)",
+    "pass",
 )

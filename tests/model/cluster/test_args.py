@@ -97,3 +97,9 @@ def test_a_cluster_that_nobody_serves_is_one_line():
     assert ended.stderr.splitlines()[1:] == [
         f"error: --address {address}: wanted a Ray cluster's: [Errno 111] Connection refused"
     ]
+
+
+def test_replicas_share_the_folder_of_a_disk_and_no_address():
+    assert parse_args(["--disk", "kv"]).engine.shares_disk
+    with pytest.raises(UsageError, match=r"^--serve-kv has no meaning here"):
+        parse_args(["--disk", "kv", "--serve-kv", "127.0.0.1:9000"])
