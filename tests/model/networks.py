@@ -92,6 +92,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 class ByteCodec:
     """One token a byte; ids from 256 on are no text."""
 
+    template = response_template = None
+    model_type = ""
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
