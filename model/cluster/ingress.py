@@ -46,7 +46,7 @@ from model.serve.protocol import ChatRequest, CompletionRequest
 from model.serve.responses import ResponsesRequest
 
 if TYPE_CHECKING:  # the driver names this class without loading torch
-    from model.load.loader import TextCodec
+    from model.load.codec import TextCodec
 
 _LOST = (RayError, RayServeException, ConnectionError)
 _LOST_TEXT = "the replica that worked on the request was lost"
