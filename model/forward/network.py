@@ -340,7 +340,7 @@ class PagedNetwork:
             backend: computes attention; None: the network's own backend.
             by_module: run the modules, with what is hooked to them, even if they were traced.
         """
-        traced = None if by_module else self._traced
+        traced = None if by_module or step.images is not None else self._traced
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
@@ -358,6 +358,7 @@ class PagedNetwork:
                     step.logit_rows,
                     paged=paged,
                     **self._named(states),
+                    **({} if step.images is None else step.images(step.input_ids)),
                 )
 
     def _states_of(self, step: StepTensors) -> RecurrentPass | None:

@@ -361,6 +361,49 @@ def run_probe(model: PreTrainedModel, device: torch.device, num_tokens: int) -> 
     return probe
 
 
+@dataclass(slots=True)
+class _Pairs(Probe):
+    """A pass that notes for each layer which pairs of its tokens see each other."""
+
+    num_tokens: int = 0
+    seen: dict[int, list[list[bool]]] = field(default_factory=dict)
+
+    def see(self, layer: int, mask: Tensor | None) -> None:
+        """Evaluate the mask of a layer for all pairs."""
+        made = getattr(mask, "made_by", None)
+        if mask is None or made is None:
+            raise UnsupportedModelError(f"layer {layer} makes a mask of its own")
+        probe, places = _MaskProbe(made, mask.device), range(self.num_tokens)
+        self.seen[layer] = [probe.sees([query] * len(places), places) for query in places]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+    ) -> Tensor:
+        """Zeros; the shape of the layer is known."""
+        del layer, key, terms
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def seen_pairs(
+    model: PreTrainedModel, tokens: Tensor, **more: object
+) -> dict[int, list[list[bool]]]:
+    """Which token sees which in a pass, layer by layer. One pass; it has our attention afterwards.
+
+    Args:
+        model: computes it.
+        tokens: int64 [1, num_tokens].
+        more: further arguments of the pass.
+
+    Raises:
+        UnsupportedModelError: a mask does not show it.
+    """
+    probe = _Pairs(num_tokens=tokens.shape[1])
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    with _probing_attention(model), torch.no_grad():
+        model(input_ids=tokens, position_ids=positions, use_cache=False, paged=probe, **more)
+    return probe.seen
+
+
 def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
     """Refuse layers that do not do what their configuration says.
 
