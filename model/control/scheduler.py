@@ -90,7 +90,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._followers: dict[int, list[Request]] = {}  # by leader: samples of its prompt
         self._num_added = 0
-        self._clients = FairOrder()
+        self._clients = FairOrder(config.priority_span)
         self._keeps_time = kv.stats().lifetimes is not None  # or blocks are kept for some steps
         self._budget = 0
         self._planned: dict[int, Chunk] = {}
@@ -168,8 +168,7 @@ class Scheduler:
         self._check_length(request)
         number = self._num_added
         self._num_added += 1
-        ahead = request.priority * self.config.priority_span
-        request.order = (self._clients.add(request.client) + ahead, number)
+        request.order = (self._clients.add(request.client, request.priority), number)
         self._unfinished[request.request_id] = request
         self._keeps_time |= any(one.max_steps for one in request.retain)
         if leader is not None:
@@ -198,8 +197,7 @@ class Scheduler:
         if self._unfinished.get(request.request_id) is not request:
             raise InvalidArgumentError(f"request: {request!r} was not added to this scheduler")
         del self._unfinished[request.request_id]
-        ahead = request.priority * self.config.priority_span
-        self._clients.end(request.client, request.order[0] - ahead)
+        self._clients.end(request.client, request.priority, request.order[0])
         self._followers.pop(request.request_id, None)
         for queue in (self._running, self._waiting):
             if request in queue:  # of none, if a plan was broken off while it changed its place
@@ -334,8 +332,7 @@ class Scheduler:
         ]
         if not wanted or not self._budget:
             return
-        proposed = drafter.propose(wanted)
-        for (request, _), drafts in zip(wanted, proposed, strict=True):
+        for (request, _), drafts in zip(wanted, drafter.propose(wanted), strict=True):
             number = request.request_id
             known = self._planned[number].num_tokens
             count = min(len(drafts), self._budget)
@@ -376,9 +373,7 @@ class Scheduler:
         while True:
             has_place = len(self._running) + num_forks < self.config.max_num_seqs
             has_victim = bool(self._running) and request.order < self._running[-1].order
-            if not (has_place or has_victim):
-                return False
-            if not has_victim and self._still_has_no_room(request, num_forks):
+            if not has_victim and (not has_place or self._still_has_no_room(request, num_forks)):
                 return False
             plan = self._admission.plan(request)
             missing = self._admission.num_wanted(plan) - plan.num_free_blocks

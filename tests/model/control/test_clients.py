@@ -91,14 +91,14 @@ def test_a_stream_of_new_clients_starves_no_request():
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=60))
 def test_places_grow_and_a_client_that_has_nothing_is_forgotten(acts):
-    order, places = FairOrder(), {}
+    order, places = FairOrder(1), {}
     for adds, client in acts:
         mine, now = places.setdefault(client, []), order.now
         if adds:
-            place = order.add(client)
+            place = order.add(client, 0)
             assert place == max([now, *(last + 1 for last in mine[-1:])])
             mine.append(place)
         elif mine:
-            order.end(client, mine.pop(0))
+            order.end(client, 0, mine.pop(0))
             assert order.now > now
     assert {*order._last} == {client for client, mine in places.items() if mine}

@@ -119,14 +119,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A client's first request stands at virtual time, the others behind its last."""
         add = order.add
 
-        def place_of(client):
+        def place_of(client, priority):
             left = [r for r in self.requests if r.client == client and not r.is_finished]
-            self.place = add(client)
+            place = add(client, priority)
+            self.place = place - priority * self.config.priority_span
             if left:
                 assert self.place > max(self.places[request] for request in left)
             else:
                 assert self.place == order.now
-            return self.place
+            return place
 
         order.add = place_of
 

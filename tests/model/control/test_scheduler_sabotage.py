@@ -70,7 +70,7 @@ class RemembersClientsThatHaveLeft(Scheduler):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._clients.end = lambda client, place: None
+        self._clients.end = lambda *request: None
 
 
 class KeepsNoTokenForTheFirst(Scheduler):
