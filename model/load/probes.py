@@ -377,10 +377,16 @@ class _Pairs(Probe):
         self.seen[layer] = [probe.sees([query] * len(places), places) for query in places]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Zeros; the shape of the layer is known."""
-        del layer, key, terms
+        del layer, key, terms, chosen
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
