@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
+from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,9 @@ class Ingress:
         self._replicas = replicas
         self._serve = options.serve
         self._codec: TextCodec = import_module("model.load.loader").load_codec(options.model.path)
+        self._adapters: dict[str, int] = {}
+        if options.engine.lora:
+            self._adapters = import_module("model.forward.lora").read_versions(options.engine.lora)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray calls it once
         """Return the application that Ray serves to clients."""
@@ -99,11 +103,11 @@ class Ingress:
     async def _forward(self, request: Request) -> Response:
         body = await request.body()
         scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
-        path, options = request.scope["path"], self._serve.template_options
+        about = body, self._codec, self._serve.template_options, self._adapters
         if len(body) > _LONG_BODY:
-            prompt = await asyncio.to_thread(prompt_of, path, body, self._codec, options)
+            prompt = await asyncio.to_thread(prompt_of, request.scope["path"], *about)
         else:
-            prompt = prompt_of(path, body, self._codec, options)
+            prompt = prompt_of(request.scope["path"], *about)
         return _Answer(self, Forwarded(scope, body, *prompt))
 
     async def _metrics(self, _: Request) -> Response:
@@ -120,11 +124,22 @@ class Ingress:
 
 
 def prompt_of(
-    path: str, body: bytes, codec: TextCodec, template_options: dict[str, object] | None = None
+    path: str,
+    body: bytes,
+    codec: TextCodec,
+    template_options: dict[str, object] | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> tuple[Sequence[int], kvcore.Namespace]:
     """Return the tokens of a request's prompts, and their namespace. O(body).
 
     There are none where the request has no prompt or is malformed: then any replica answers it.
+
+    Args:
+        path: of the request.
+        body: of the request.
+        codec: the tokenizer.
+        template_options: of the chat template.
+        adapters: the version of each LoRA adapter, by the name that requests give as the model.
     """
     asked: CompletionRequest | ChatRequest
     tokens: Sequence[int]
@@ -146,7 +161,10 @@ def prompt_of(
         return (), kvcore.DEFAULT_NAMESPACE
     if not tokens or min(tokens) < 0 or max(tokens) > _MAX_TOKEN:
         return (), kvcore.DEFAULT_NAMESPACE
-    return tokens, asked.namespace
+    namespace, version = asked.namespace, (adapters or {}).get(asked.model or "")
+    if version is not None:
+        namespace = replace(namespace, lora_name=asked.model, lora_version=version)
+    return tokens, namespace
 
 
 def merged(pages: Iterable[tuple[str, str]]) -> Iterable[Metric]:
