@@ -23,6 +23,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -38,12 +39,15 @@ from model.cluster.config import ClusterOptions
 from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Forwarded, Piece
 from model.errors import ModelError
 from model.serve.app import meet_clients
+from model.serve.blocks import OtherRequest
 from model.serve.conversation import conversation
 from model.serve.errors import ApiError, api_error
+from model.serve.messages import MessagesRequest
 from model.serve.protocol import ChatRequest, CompletionRequest
+from model.serve.responses import ResponsesRequest
 
 if TYPE_CHECKING:  # the driver names this class without loading torch
-    from model.load.loader import TextCodec
+    from model.load.codec import TextCodec
 
 _LOST = (RayError, RayServeException, ConnectionError)
 _LOST_TEXT = "the replica that worked on the request was lost"
@@ -53,6 +57,11 @@ _SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "
 _LOOK_S = 5.0  # the longest that a request which is no POST waits for a replica
 _LONG_BODY = 4096  # bytes; a longer prompt is tokenized on a thread
 _MAX_TOKEN = (1 << 32) - 1
+_CHATS: dict[str, type[ChatRequest | OtherRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
 
 
 class ReplicaLostError(EngineFaultError):
@@ -141,29 +150,30 @@ def prompt_of(
         template_options: of the chat template.
         adapters: the version of each LoRA adapter, by the name that requests give as the model.
     """
-    asked: CompletionRequest | ChatRequest
     tokens: Sequence[int]
     try:
         if path == "/v1/completions":
-            asked = CompletionRequest.model_validate_json(body)
-            every = [codec.encode(p) if isinstance(p, str) else p for p in asked.prompts]
+            plain = CompletionRequest.model_validate_json(body)
+            every = [codec.encode(p) if isinstance(p, str) else p for p in plain.prompts]
             tokens = every[0] if len(every) == 1 else list(chain.from_iterable(every))
-        elif path == "/v1/chat/completions":
-            asked = ChatRequest.model_validate_json(body)
+            model, namespace = plain.model, plain.namespace
+        elif path in _CHATS:
+            asked = _CHATS[path].model_validate_json(body).chat()
             tokens = codec.encode_chat(
                 conversation(asked.messages),
                 opens_answer=asked.opens_answer,
                 options=(template_options or {}) | asked.template_options,
             )
+            model, namespace = asked.model, asked.namespace
         else:
             return (), kvcore.DEFAULT_NAMESPACE
-    except (ValueError, ApiError, ModelError):
+    except (ValueError, ApiError, ModelError, RequestValidationError):
         return (), kvcore.DEFAULT_NAMESPACE
     if not tokens or min(tokens) < 0 or max(tokens) > _MAX_TOKEN:
         return (), kvcore.DEFAULT_NAMESPACE
-    namespace, version = asked.namespace, (adapters or {}).get(asked.model or "")
+    version = (adapters or {}).get(model or "")
     if version is not None:
-        namespace = replace(namespace, lora_name=asked.model, lora_version=version)
+        namespace = replace(namespace, lora_name=model, lora_version=version)
     return tokens, namespace
 
 

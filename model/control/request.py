@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import kvcore
+from model.control.images import PromptImages
 from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, ModelError, RequestStateError, shown
 
@@ -95,6 +96,7 @@ class Request:
         retain: which ranges of its tokens stay in the cache longer than others.
         boundaries: positions at which the states of recurrent layers are wanted.
         items: multimodal items of its prompt; a cached prefix is shared only with equal ones.
+        images: the images that these are; None: what they are is not known here.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         max_total_tokens: the most tokens it can come to, its prompt included.
         sequence: its blocks and its tokens while RUNNING, otherwise None.
@@ -124,6 +126,7 @@ class Request:
         "error",
         "has_asked_tiers",
         "host_copy",
+        "images",
         "is_long",
         "items",
         "leader",
@@ -159,6 +162,7 @@ class Request:
         retain: Sequence[kvcore.Retention] = (),
         boundaries: Sequence[int] = (),
         items: Sequence[kvcore.MultimodalItem] = (),
+        images: PromptImages | None = None,
     ) -> None:
         if len(prompt_tokens) == 0:
             raise InvalidArgumentError("prompt: wanted at least one token, got none")
@@ -175,7 +179,8 @@ class Request:
         self.leader = leader
         self.sample = sample
         self.namespace = _checked(namespace)
-        self.items = _checked_items(items, len(prompt_tokens))
+        self.images = images
+        self.items = _checked_items(items if images is None else images.items, len(prompt_tokens))
         self.retain = tuple(retain)
         self.boundaries = tuple(boundaries)
         for one in self.retain:

@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Self
 
 import kvcore
+from model.control.images import PromptImages
 from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, InvalidSettingError
 
@@ -90,6 +91,8 @@ class Submission:
             prompts that part there; that of its end is kept anyway.
         items: multimodal items that its tokens stand for (images, audio), in order. They are part
             of the prefix cache identity only: the runner computes the embeddings of tokens.
+        images: the images that its tokens stand for, which the runner computes too; they have items
+            of their own.
 
     Raises:
         InvalidArgumentError: fewer than one sample.
@@ -104,6 +107,7 @@ class Submission:
     retain: Sequence[kvcore.Retention] = ()
     boundaries: Sequence[int] = ()
     items: Sequence[kvcore.MultimodalItem] = ()
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:

@@ -118,6 +118,12 @@ def _checked_text(text: str) -> str:
     return text
 
 
+def kind_of(value: object) -> str:
+    """The tag of an object that says its type, in a union of such; a message may leave it out."""
+    told = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "")
+    return f"a {told}"
+
+
 Text = Annotated[str, AfterValidator(_checked_text)]
 """A text that can be cut into tokens."""
 

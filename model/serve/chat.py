@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, Form, answer, read, whole, with_warning
+from model.serve.generation import Asked, EventForm, Form, answer, read, with_warning
 from model.serve.logprobs import LogprobsWriter, quoted
 from model.serve.protocol import ChatCompletion, ChatRequest
 from model.serve.service import Service
@@ -110,20 +110,22 @@ def _delta(part: Part) -> dict[str, object]:
 
 def _message(parts: Iterable[Part]) -> dict[str, object]:
     """All parts of an answer as one message."""
-    told = whole(parts)
-    message: dict[str, object] = {"role": "assistant", "content": told.content}
-    if told.reasoning:
-        message["reasoning_content"] = told.reasoning
-    if told.calls:
-        message["content"] = told.content or None
-        message["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in told.calls
-        ]
+    told = {"reasoning": "", "content": ""}
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if part.kind == "call":
+            function = {"name": part.text, "arguments": ""}
+            calls.append({"id": part.call_id, "type": "function", "function": function})
+        elif part.kind == "arguments":
+            calls[-1]["function"]["arguments"] += part.text
+        else:
+            told[part.kind] += part.text
+    message: dict[str, object] = {"role": "assistant", "content": told["content"]}
+    if told["reasoning"]:
+        message["reasoning_content"] = told["reasoning"]
+    if calls:
+        message["content"] = told["content"] or None
+        message["tool_calls"] = calls
     return message
 
 
@@ -161,7 +163,8 @@ async def converse(
         "logprobs": "top_logprobs",
         "grammar": body.grammar_field,
     }
-    names = {runners: (fields or {}).get(own, own) for runners, own in names.items()}
+    others = dict(fields or {})
+    names = others | {runners: others.get(own, own) for runners, own in names.items()}
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
     read_as = _reading_form(service, body, prompt)

@@ -94,7 +94,10 @@ class Gate:
         )
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = headers.get("authorization")
+        if given is None:  # as Anthropic's clients send it
+            given = f"bearer {headers.get('x-api-key', '')}"
+        scheme, _, key = given.partition(" ")
         shown = key.strip().encode("latin-1", "replace")
         # All keys are compared, so that the time says nothing.
         same = sum([hmac.compare_digest(shown, one) for one in self._keys])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request, Response
@@ -189,46 +189,6 @@ def read(reader: Reader, delta: Delta) -> tuple[list[Part], str]:
     if delta.finish_reason is FinishReason.STOP and reader.num_calls:
         reason = '"tool_calls"'
     return parts, reason
-
-
-@dataclass(slots=True)
-class WholeCall:
-    """A call of a tool.
-
-    Attributes:
-        call_id: its name.
-        name: of the function.
-        arguments: a JSON object, as text.
-    """
-
-    call_id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class WholeAnswer:
-    """All that an answer says."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[WholeCall] = field(default_factory=list)
-
-
-def whole(parts: Iterable[Part]) -> WholeAnswer:
-    """The parts of an answer, joined. O(text)."""
-    told = WholeAnswer()
-    for part in parts:
-        match part.kind:
-            case "reasoning":
-                told.reasoning += part.text
-            case "content":
-                told.content += part.text
-            case "call":
-                told.calls.append(WholeCall(part.call_id, part.text))
-            case "arguments":
-                told.calls[-1].arguments += part.text
-    return told
 
 
 async def answer(request: Request, service: Service, asked: Asked, form: Form) -> Response:

@@ -12,7 +12,8 @@ Does not know: how anything is answered.
 """
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
@@ -22,17 +23,9 @@ from model.control.params import SamplingParams
 from model.control.submission import Prompt, Retained, Submission, salted
 from model.errors import InvalidArgumentError
 from model.serve.bounds import Many, Strict, Text, checked_prompt
-from model.serve.conversation import ConversationOptions, Message, TextPart
+from model.serve.conversation import ConversationOptions, Message
 from model.serve.errors import ApiError
-from model.serve.tools import (
-    CalledFunction,
-    ChosenTool,
-    Function,
-    Mode,
-    Tool,
-    ToolCall,
-    call_grammar,
-)
+from model.serve.tools import ChosenTool, Mode, ToolCall, call_grammar
 
 _GRAMMARS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
@@ -131,6 +124,20 @@ _UNSUPPORTED_ANYWHERE: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,), "lora_request": (),
 }  # fmt: skip
 """Fields of vLLM's that change an answer: these values alone change nothing."""
+
+
+def refuse_unsupported(asked: BaseModel, fields: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse fields that have other values than those that change nothing. O(fields).
+
+    Raises:
+        ApiError: one has.
+    """
+    for name, allowed in fields.items():
+        value = getattr(asked, name, None)
+        if value is not None and value not in allowed:
+            raise ApiError(
+                400, f"{name}: not supported by this server", param=name, code="unsupported"
+            )
 
 
 class GenerationRequest(Strict):
@@ -279,12 +286,7 @@ class GenerationRequest(Strict):
         """
         for name in self.unknown_fields if is_strict else ():
             raise ApiError(400, f"{name}: unknown field", param=name, code="unknown_field")
-        for name, allowed in (self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE).items():
-            value = getattr(self, name, None)
-            if value is not None and value not in allowed:
-                raise ApiError(
-                    400, f"{name}: not supported by this server", param=name, code="unsupported"
-                )
+        refuse_unsupported(self, self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE)
         if not 1 <= self.num_samples <= MAX_SAMPLES:
             raise ApiError(400, f"n: wanted 1 to {MAX_SAMPLES}, got {self.n}", param="n")
         if self.stream_options is not None and not self.stream:
@@ -383,6 +385,10 @@ class ChatRequest(ConversationOptions, GenerationRequest):
     prediction: Any = None
     verbosity: Any = None
     web_search_options: Any = None
+
+    def chat(self) -> Self:
+        """It as a chat, as other requests have it: itself. O(1)."""
+        return self
 
     @property
     def chosen(self) -> str | None:
@@ -616,19 +622,18 @@ class ErrorDetail(BaseModel):
 class ErrorReport(BaseModel):
     """Every answer that is none."""
 
+    type: Literal["error"] = "error"
     error: ErrorDetail
 
 
 def field_names() -> set[str]:
     """The names of all fields that clients may send. O(fields)."""
-    every: tuple[type[BaseModel], ...] = (
-        CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message, TextPart,
-        Tool, Function, ToolCall, CalledFunction, ChosenTool,
-        StreamOptions, ResponseFormat, JsonSchema,
-    )  # fmt: skip
+    kinds: list[type[BaseModel]] = [Strict]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
     return {
         name
-        for model in every
+        for model in kinds
         for key, field in model.model_fields.items()
         for name in (key, field.alias or key)
     }

@@ -79,16 +79,25 @@ class ToolCall(Strict):
         Raises:
             ApiError: they are no JSON object; `place` names the field.
         """
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            field = f"{place}.function.arguments"
-            raise ApiError(400, f"{field}: wanted a JSON object as text", param=field)
+        arguments = arguments_of(self.function.arguments, f"{place}.function.arguments")
         function = {"name": self.function.name, "arguments": arguments}
         called: dict[str, object] = {"type": self.type, "function": function}
         return called if self.id is None else {"id": self.id, **called}
+
+
+def arguments_of(text: str, field: str) -> dict[str, object]:
+    """What a function was called with. O(text).
+
+    Raises:
+        ApiError: it is no JSON object; the field is named.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ApiError(400, f"{field}: wanted a JSON object as text", param=field)
+    return found
 
 
 def call_grammar(tools: Sequence[Tool], name: str | None, *, is_parallel: bool) -> Grammar:

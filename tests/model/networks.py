@@ -24,7 +24,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from model.engine import Engine
-from model.load.loader import LoadedModel, plain_chat, wrap_network
+from model.load.codec import plain_chat
+from model.load.loader import LoadedModel, wrap_network
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
@@ -90,6 +91,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 class ByteCodec:
     """One token a byte; ids from 256 on are no text."""
+
+    template = response_template = None
+    model_type = ""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

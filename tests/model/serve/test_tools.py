@@ -6,53 +6,7 @@ import httpx
 import openai
 import pytest
 
-from model.async_engine import AsyncEngine
-from model.serve.config import ServeConfig
-from tests.model.serve.conftest import Served
-
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool.function | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
-{{- message.content }}
-{%- for call in message.tool_calls or () %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{%- if not loop.last or not continue_final_message %}<|im_end|>
-{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if reasoning_effort == "high" %}<think>
-{% endif %}{% endif %}"""
-NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": NUMBER, "b": {"$ref": "#/$defs/number"}},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-            "$defs": {"number": NUMBER},
-        },
-    },
-}
-NOW = {"type": "function", "function": {"name": "now"}}
-HELLO = [{"role": "user", "content": "What is 3 + 4?"}]
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
-OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def agents(make_engine):
-    """A server whose model has a chat template with tools."""
-    config = ServeConfig(port=0, served_model_name="tiny", chat_template=TEMPLATE)
-    with Served(AsyncEngine(make_engine), config) as running:
-        yield running
+from tests.model.serve.calls import ADD, CALL, HELLO, NOW, OTHER
 
 
 @pytest.fixture(scope="module")
