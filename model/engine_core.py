@@ -628,9 +628,12 @@ class EngineCore:
         """
         stream = self._streams[request.request_id]
         request.error = error
-        self._scheduler.finish(request, FinishReason.ERROR)
         if isinstance(error, NumericalError):
-            self.kv.reset()
+            if self.tiers is None:
+                self.kv.reset()
+            else:
+                self.tiers.distrust(request)
+        self._scheduler.finish(request, FinishReason.ERROR)
         self._end(request, stream)
         return Output(request, (), stream)
 
@@ -646,7 +649,10 @@ class EngineCore:
         self._scheduler.drop(step)
         if self._unread is not None:
             self._unread = None
-            self.kv.reset()
+            if self.tiers is None:
+                self.kv.reset()
+            else:
+                self.tiers.distrust_steps()
 
     def _end(self, request: Request, stream: TextStream) -> None:
         if not request.is_finished:
