@@ -294,10 +294,15 @@ class EngineCore:
         [request] = self.submit(Submission(prompt, params or SamplingParams()))
         return request
 
+    @property
+    def image_limits(self) -> tuple[int, int]:
+        """The most images of a prompt, and the most bytes of one. O(1)."""
+        return 0, 0
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
-        images: Sequence[bytes] = (),
+        images: Sequence[object] = (),
         *,
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
@@ -306,7 +311,8 @@ class EngineCore:
 
         Args:
             messages: as `TextCodec.encode_chat`, or with parts as `TextCodec.render_chat`.
-            images: files, one for each part that is an image.
+            images: one for each part that is an image: the bytes of a file, its path,
+                or an image of Pillow.
             opens_answer: as `TextCodec.encode_chat`.
             options: as `TextCodec.encode_chat`.
 
@@ -623,9 +629,12 @@ class EngineCore:
         """
         stream = self._streams[request.request_id]
         request.error = error
-        self._scheduler.finish(request, FinishReason.ERROR)
         if isinstance(error, NumericalError):
-            self.kv.reset()
+            if self.tiers is None:
+                self.kv.reset()
+            else:
+                self.tiers.distrust(request)
+        self._scheduler.finish(request, FinishReason.ERROR)
         self._end(request, stream)
         return Output(request, (), stream)
 
@@ -641,7 +650,10 @@ class EngineCore:
         self._scheduler.drop(step)
         if self._unread is not None:
             self._unread = None
-            self.kv.reset()
+            if self.tiers is None:
+                self.kv.reset()
+            else:
+                self.tiers.distrust_steps()
 
     def _end(self, request: Request, stream: TextStream) -> None:
         if not request.is_finished:

@@ -106,7 +106,8 @@ class Request:
         has_asked_tiers: whether host memory and disk were asked for its KV since it had blocks.
         is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
-        num_loaded_tokens: tokens that were loaded for it from host memory or disk.
+        num_loaded_tokens: tokens that were loaded for it from host memory, disk or a peer.
+        tier_marks: the moment of the tiers when it first got blocks; empty before.
         num_preemptions: how often it lost its blocks to another request.
         error: what ended it with `FinishReason.ERROR`; None: nothing has.
 
@@ -146,6 +147,7 @@ class Request:
         "retain",
         "sample",
         "sequence",
+        "tier_marks",
     )
 
     def __init__(
@@ -196,6 +198,7 @@ class Request:
         self.has_asked_tiers = False
         self.num_cached_tokens = 0
         self.num_loaded_tokens = 0
+        self.tier_marks: tuple[int, ...] = ()
         self.num_preemptions = 0
         self.error: ModelError | None = None
         self.prompt_logprobs: list[SampledToken] = [] if leader is None else leader.prompt_logprobs
