@@ -352,6 +352,7 @@ class EngineCore:
                 params,
                 self._model.eos_token_ids,
                 priority=asked.priority,
+                client=asked.client,
                 leader=requests[0] if requests else None,
                 sample=number,
                 namespace=asked.namespace,

@@ -84,6 +84,7 @@ class Submission:
         num_samples: the number of outputs; the prompt is computed once, and each sample is a
             request of its own.
         priority: lower numbers run first.
+        client: whose request it is; clients take turns (`control/clients.py`).
         namespace: requests share cached prefixes only within a namespace; its `lora_name` is the
             adapter that computes them.
         retain: ranges of its tokens to keep in the prefix cache longer than others.
@@ -103,6 +104,7 @@ class Submission:
     _: KW_ONLY
     num_samples: int = 1
     priority: int = 0
+    client: str | None = None
     namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE
     retain: Sequence[kvcore.Retention] = ()
     boundaries: Sequence[int] = ()
