@@ -100,6 +100,20 @@ def arguments_of(text: str, field: str) -> dict[str, object]:
     return found
 
 
+def earlier_call(
+    call_id: str | None, name: str | None, arguments: str, place: str
+) -> dict[str, object]:
+    """A call of an earlier answer, as a chat has it. O(arguments).
+
+    Raises:
+        ApiError: it has no name, or its arguments are no JSON object; `place` names it.
+    """
+    if name is None:
+        raise ApiError(400, f"{place}.name: missing", param=f"{place}.name")
+    arguments_of(arguments, f"{place}.arguments")
+    return {"id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
 def call_grammar(tools: Sequence[Tool], name: str | None, *, is_parallel: bool) -> Grammar:
     """What an answer must be that calls tools. O(schemas).
 
