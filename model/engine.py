@@ -7,10 +7,10 @@ Does not know: how blocks are found (`kvcore`), how attention is computed (`back
 a command line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import backends
 import kvcore
@@ -18,6 +18,7 @@ from model.caches.memory import MemoryPlan, plan_memory
 from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.config import EngineConfig, SchedulerConfig
 from model.control.drafts import Drafter, NgramDrafts
+from model.control.images import PromptImages
 from model.control.params import SamplingParams
 from model.control.request import Request
 from model.control.scheduler import Scheduler
@@ -26,11 +27,13 @@ from model.engine_core import EngineCore
 from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.forward.batch_invariant import BatchInvariantNetwork
 from model.forward.draft_model import DraftModel
+from model.forward.image_encoder import ImageEncoder
 from model.forward.network import PagedNetwork
 from model.forward.quantised import quantise
 from model.forward.sanitized import SanitizedBackend
 from model.forward.step_runner import StepRunner
 from model.forward.warm_up import free_bytes, prepare_network
+from model.load.images import NoImages
 from model.load.loader import LoadedModel
 from model.sample.grammars import Grammars
 from model.sample.request_sampler import RequestSampler
@@ -62,6 +65,7 @@ class Engine(EngineCore):
 
     Attributes:
         draft: the draft model of speculative decoding; None: there is none.
+        images: runs the vision tower; None: the model takes no images.
 
     Raises:
         InvalidArgumentError: a size is out of range, or memory is too small for it.
@@ -123,6 +127,7 @@ class Engine(EngineCore):
         self._sampler = RequestSampler(
             self.network.vocab_size, self.network.device, self.config.seed, grammars, model.ranks
         )
+        self.images = _image_encoder(model, self.config)
         self._runner = StepRunner(
             self.network,
             BlockMover(self.network.backend, self.network.caches),
@@ -131,6 +136,7 @@ class Engine(EngineCore):
             is_async=by_default if is_asked is None else is_asked,
             sanitizer=self._sanitizer,
             drawn=None if caches_of is None else caches_of._runner.drawn,  # noqa: SLF001
+            images=self.images,
         )
         self.draft = draft
         tiers = self._open_tiers(model, kv) if self.config.has_tiers else None
@@ -147,8 +153,11 @@ class Engine(EngineCore):
         """Queue a submission: a request for each sample. O(samples * prompt).
 
         Raises:
-            InvalidArgumentError: as `EngineCore.submit`, or an adapter that `lora` does not name.
+            InvalidArgumentError: as `EngineCore.submit`, an adapter that `lora` does not name, or
+                images for a model of text.
         """
+        if asked.images is not None and isinstance(self._model.images, NoImages):
+            raise InvalidArgumentError(f"image: {self._model.images.why}")
         name = getattr(asked.namespace, "lora_name", None)
         if name is not None:
             if self.network.adapters is None:
@@ -157,6 +166,25 @@ class Engine(EngineCore):
                 )
             asked = replace(asked, namespace=self.network.adapters.resolve(asked.namespace))
         return super().submit(asked)
+
+    @property
+    def image_limits(self) -> tuple[int, int]:
+        """The most images of a prompt, and the most bytes of one. O(1)."""
+        return self.config.max_images, self.config.max_image_bytes
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        images: Sequence[object] = (),
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[list[int], PromptImages | None]:
+        """As `EngineCore`. O(text + pixels)."""
+        how: dict[str, Any] = {"opens_answer": opens_answer, "options": options}
+        if not images:
+            return super().encode_chat(messages, **how)
+        return self._model.images.encode_chat(messages, images, self.config, **how)
 
     def _open_tiers(self, model: LoadedModel, kv: kvcore.KVCacheManager) -> "TierTransfers":
         """Open host memory and disk behind the caches. Reads all weights once.
@@ -310,6 +338,13 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
         block_size = _fitted(config, network).block_size
         quantise(network, block_size=block_size, vocab_size=network.vocab_size)
     return network
+
+
+def _image_encoder(model: LoadedModel, config: EngineConfig) -> ImageEncoder | None:
+    """Runs the vision tower; None: the model takes no images."""
+    if isinstance(model.images, NoImages):
+        return None
+    return ImageEncoder(model.network, model.images, config.encoder_cache_bytes)
 
 
 def _add_adapters(network: PagedNetwork, model: LoadedModel, texts: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar, final
 
@@ -99,6 +99,17 @@ class Tier(Protocol):
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
         """Keep a copy; whether it has one now. One of an earlier epoch is refused. O(length)."""
+        ...
+
+    def mark(self) -> int:
+        """Return the moment, for `forget`: copies that come from now on are later. O(1)."""
+        ...
+
+    def forget(self, since: int, keys: Collection[Key]) -> None:
+        """Forget the copies that came since a moment or have these keys. Must not raise.
+
+        Those on their way are refused, as by `clear`. O(copies).
+        """
         ...
 
     def clear(self) -> None:
@@ -224,6 +235,7 @@ class IndexedTier(Generic[_Entry]):
         self.name = name
         self.stats = TierStats(capacity_bytes=as_int("capacity_bytes", capacity_bytes, 1))
         self.epoch = 0
+        self._next_number = 1  # of the copy that comes next
         self._entries: dict[Key, _Entry] = {}
         self._order = EvictionOrder()
         self._lock = threading.Lock()
@@ -248,6 +260,10 @@ class IndexedTier(Generic[_Entry]):
     def touch(self, key: Key) -> None:
         """See `Tier.touch`."""
         self._order.touch(key)
+
+    def mark(self) -> int:
+        """See `Tier.mark`."""
+        return self._next_number
 
     def _insert(self, key: Key, entry: _Entry, priority: int) -> None:
         """Let a copy be found; its key is new. O(1)."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
+from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ from model.serve.protocol import ChatRequest, CompletionRequest
 from model.serve.responses import ResponsesRequest
 
 if TYPE_CHECKING:  # the driver names this class without loading torch
-    from model.load.loader import TextCodec
+    from model.load.codec import TextCodec
 
 _LOST = (RayError, RayServeException, ConnectionError)
 _LOST_TEXT = "the replica that worked on the request was lost"
@@ -87,6 +88,9 @@ class Ingress:
         self._replicas = replicas
         self._serve = options.serve
         self._codec: TextCodec = import_module("model.load.loader").load_codec(options.model.path)
+        self._adapters: dict[str, int] = {}
+        if options.engine.lora:
+            self._adapters = import_module("model.forward.lora").read_versions(options.engine.lora)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray calls it once
         """Return the application that Ray serves to clients."""
@@ -108,11 +112,11 @@ class Ingress:
     async def _forward(self, request: Request) -> Response:
         body = await request.body()
         scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
-        path, options = request.scope["path"], self._serve.template_options
+        about = body, self._codec, self._serve.template_options, self._adapters
         if len(body) > _LONG_BODY:
-            prompt = await asyncio.to_thread(prompt_of, path, body, self._codec, options)
+            prompt = await asyncio.to_thread(prompt_of, request.scope["path"], *about)
         else:
-            prompt = prompt_of(path, body, self._codec, options)
+            prompt = prompt_of(request.scope["path"], *about)
         return _Answer(self, Forwarded(scope, body, *prompt))
 
     async def _metrics(self, _: Request) -> Response:
@@ -129,11 +133,22 @@ class Ingress:
 
 
 def prompt_of(
-    path: str, body: bytes, codec: TextCodec, template_options: dict[str, object] | None = None
+    path: str,
+    body: bytes,
+    codec: TextCodec,
+    template_options: dict[str, object] | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> tuple[Sequence[int], kvcore.Namespace]:
     """Return the tokens of a request's prompts, and their namespace. O(body).
 
     There are none where the request has no prompt or is malformed: then any replica answers it.
+
+    Args:
+        path: of the request.
+        body: of the request.
+        codec: the tokenizer.
+        template_options: of the chat template.
+        adapters: the version of each LoRA adapter, by the name that requests give as the model.
     """
     tokens: Sequence[int]
     try:
@@ -141,7 +156,7 @@ def prompt_of(
             plain = CompletionRequest.model_validate_json(body)
             every = [codec.encode(p) if isinstance(p, str) else p for p in plain.prompts]
             tokens = every[0] if len(every) == 1 else list(chain.from_iterable(every))
-            namespace = plain.namespace
+            model, namespace = plain.model, plain.namespace
         elif path in _CHATS:
             asked = _CHATS[path].model_validate_json(body).chat()
             tokens = codec.encode_chat(
@@ -149,13 +164,16 @@ def prompt_of(
                 opens_answer=asked.opens_answer,
                 options=(template_options or {}) | asked.template_options,
             )
-            namespace = asked.namespace
+            model, namespace = asked.model, asked.namespace
         else:
             return (), kvcore.DEFAULT_NAMESPACE
     except (ValueError, ApiError, ModelError, RequestValidationError):
         return (), kvcore.DEFAULT_NAMESPACE
     if not tokens or min(tokens) < 0 or max(tokens) > _MAX_TOKEN:
         return (), kvcore.DEFAULT_NAMESPACE
+    version = (adapters or {}).get(model or "")
+    if version is not None:
+        namespace = replace(namespace, lora_name=model, lora_version=version)
     return tokens, namespace
 
 

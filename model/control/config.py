@@ -258,6 +258,25 @@ class EngineConfig(StepLimits):
         "millisecond of each token is not counted",
         above=0,
     )
+    max_images: int = setting(
+        16, help="images: the most of them in a prompt", least=0, most=1 << 16
+    )
+    max_image_bytes: int = setting(
+        20 << 20, help="images: the most bytes of an image file", least=1, unit="bytes"
+    )
+    max_image_pixels: int = setting(
+        1 << 25,
+        help="images: the most pixels of an image, width times height, which are known before any "
+        "of them is decoded",
+        least=1,
+    )
+    encoder_cache_bytes: int = setting(
+        512 << 20,
+        help="images: memory for outputs of the vision tower, of the images used last; an image "
+        "whose tokens are in the prefix cache needs none",
+        least=0,
+        unit="bytes",
+    )
     record_lifetimes: bool = setting(
         False,
         help="count for how many steps blocks live, stay idle and wait for a prefix cache hit",

@@ -100,12 +100,7 @@ def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
         UnsupportedModelError: the adapter does more than add products to linear layers, or is one
             for another network.
     """
-    name, equals, place = text.partition("=")
-    if not name or not equals or not place:
-        raise InvalidArgumentError(f"lora: wanted NAME=PATH, got {shown(text)}")
-    if not name.isprintable():  # nor is what UTF-8 cannot encode
-        raise InvalidArgumentError(f"lora: wanted a name that can be printed, got {shown(name)}")
-    folder = _folder(name, place)
+    name, folder = _name_and_folder(text)
     config = read_object(folder / _CONFIG)
     for key, allowed in _PLAIN.items():
         value = config.get(key)
@@ -115,11 +110,38 @@ def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
                 f"{shown(value)}"
             )
     halves = _halves(name, folder / _WEIGHTS)
+    products = {path: _product(name, path, both, config, network) for path, both in halves.items()}
+    return Adapter(name, _version(folder), products)
+
+
+def read_versions(texts: Sequence[str]) -> dict[str, int]:
+    """The version of each adapter by its name; of those that can be read here. O(their bytes).
+
+    Raises:
+        InvalidArgumentError: a text is not `NAME=PATH`.
+    """
+    found = {}
+    for text in texts:
+        with suppress(ModelNotFoundError):
+            name, folder = _name_and_folder(text)
+            found[name] = _version(folder)
+    return found
+
+
+def _name_and_folder(text: str) -> tuple[str, Path]:
+    name, equals, place = text.partition("=")
+    if not name or not equals or not place:
+        raise InvalidArgumentError(f"lora: wanted NAME=PATH, got {shown(text)}")
+    if not name.isprintable():  # nor is what UTF-8 cannot encode
+        raise InvalidArgumentError(f"lora: wanted a name that can be printed, got {shown(name)}")
+    return name, _folder(name, place)
+
+
+def _version(folder: Path) -> int:
     digest = sha256()
     for file in (_CONFIG, _WEIGHTS):
         digest.update((folder / file).read_bytes())
-    products = {path: _product(name, path, both, config, network) for path, both in halves.items()}
-    return Adapter(name, int.from_bytes(digest.digest()[:8], "little"), products)
+    return int.from_bytes(digest.digest()[:8], "little")
 
 
 def _folder(name: str, place: str) -> Path:

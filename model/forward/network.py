@@ -24,7 +24,7 @@ from model.attention.latents import absorb
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
-from model.caches.layout import plan_layout
+from model.caches.layout import IndexShape, plan_layout
 from model.compile.few_rows import kernels_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
@@ -44,14 +44,30 @@ class _Noting:
 
     def __init__(self) -> None:
         self.calls: dict[int, tuple[int, torch.dtype, backends.AttentionTerms]] = {}
+        self.indexes: dict[int, int] = {}  # the heads of a layer's index
+        self.counts: dict[int, int] = {}  # the tokens that are chosen for a layer
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Note the call; zeros."""
         del key
         self.calls[layer] = (query.shape[1], query.dtype, terms)
+        if chosen is not None:
+            self.counts[layer] = chosen.shape[1]
         return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """Note the call; zeros."""
+        del weights
+        self.indexes[layer] = query.shape[1]
+        return key.new_zeros((len(key), count), dtype=torch.int32)
 
 
 class PagedNetwork:
@@ -87,6 +103,8 @@ class PagedNetwork:
                     f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
+            if shape.index is not None:
+                _check_index(backend, layer, shape.index)
         self.layout = plan_layout([*shapes.values()], [*shapes], states)
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
@@ -266,7 +284,9 @@ class PagedNetwork:
             layer = self.layout.numbers[index]
             cache, window = self.caches.layers[layer], self.layout.layers[layer].window
             shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
-            kind = (num_q_heads, dtype, *shapes, cache.layout, window)
+            own, num_chosen = self.caches.indexes.get(layer), noting.counts.get(index, 0)
+            index_heads = noting.indexes.get(index, 0)
+            kind = (num_q_heads, dtype, *shapes, cache.layout, window, num_chosen, index_heads)
             calls.setdefault(
                 (*kind, terms.soft_cap, terms.sinks is None),
                 backends.LayerCall(
@@ -275,6 +295,8 @@ class PagedNetwork:
                     cache,
                     replace(terms, window=window),
                     shared_prefix=worth[self.layout.places[layer][0]] is not None,
+                    num_chosen=num_chosen,
+                    index=None if own is None else backends.IndexCall(index_heads, own),
                 ),
             )
         return tuple(calls.values())
@@ -318,7 +340,7 @@ class PagedNetwork:
             backend: computes attention; None: the network's own backend.
             by_module: run the modules, with what is hooked to them, even if they were traced.
         """
-        traced = None if by_module else self._traced
+        traced = None if by_module or step.images is not None else self._traced
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
@@ -336,6 +358,7 @@ class PagedNetwork:
                     step.logit_rows,
                     paged=paged,
                     **self._named(states),
+                    **({} if step.images is None else step.images(step.input_ids)),
                 )
 
     def _states_of(self, step: StepTensors) -> RecurrentPass | None:
@@ -349,3 +372,16 @@ class PagedNetwork:
     def _named(self, states: RecurrentPass | None) -> dict[str, RecurrentPass]:
         """The states as an argument of the network."""
         return {} if states is None else {self._cache_argument: states}
+
+
+def _check_index(backend: backends.Backend, layer: int, index: IndexShape) -> None:
+    can = backend.capabilities
+    if index.dim > can.max_index_dim or index.count > can.max_chosen:
+        has = "none"
+        if can.max_index_dim:
+            has = f"at most {can.max_chosen} tokens by keys of {can.max_index_dim} numbers"
+        raise UnsupportedModelError(
+            f"backend {backend.name}: layer {layer} attends to {index.count} tokens that an index "
+            f"with keys of {index.dim} numbers chooses, and this backend chooses {has}; use "
+            f"--backend triton or --backend numba"
+        )

@@ -15,11 +15,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -27,7 +26,6 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -41,7 +39,6 @@ from transformers import __version__ as transformers_version
 
 from model.control.params import SamplingParams
 from model.errors import (
-    InvalidArgumentError,
     ModelError,
     ModelNotFoundError,
     UnsupportedModelError,
@@ -57,8 +54,14 @@ from model.load.checkpoint import (
     read_object,
     reason,
 )
+from model.load.codec import NO_PANIC, HuggingFaceCodec, TextCodec
+from model.load.images import (
+    ImageCodec,
+    NoImages,
+    load_images,
+)
 from model.load.quantised import Format, check_scales, choose_dequantised, find_format, finish
-from model.load.text import Step, TextStream
+from model.load.text import TextStream
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks
 
@@ -72,73 +75,6 @@ _NAMED_SHAPES = 3
 _UNBLAMED = {"model_type", "architectures", "transformers_version"}
 _LoadingInfo = Mapping[str, Collection[object]]
 _BLAME_S = 5.0  # the most time to spend on finding the wrong field
-
-
-class TextCodec(Protocol):
-    """Text to tokens and back."""
-
-    @property
-    def template(self) -> str | None:
-        """The chat template; None: there is none."""
-        ...
-
-    @property
-    def response_template(self) -> Mapping[str, object] | None:
-        """How the model writes reasoning and tool calls, as Transformers reads it; None: unknown.
-
-        https://huggingface.co/docs/transformers/chat_response_parsing
-        """
-        ...
-
-    @property
-    def model_type(self) -> str:
-        """The family of its model, as its configuration names it."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, including those that the model wants at its start."""
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        """Tokens of a conversation, in the format that the model was trained on.
-
-        Args:
-            messages: each with a `role` and a `content`.
-            opens_answer: whether the tokens end where the assistant's answer starts.
-            options: what else Transformers' `apply_chat_template` takes, such as `tools`, and
-                further variables of the template.
-        """
-        ...
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of tokens."""
-        ...
-
-    def describe(self) -> str | None:
-        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: unsupported.
-
-        O(tokens).
-        """
-        ...
-
-    def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
-        """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
-        ...
-
-
-def plain_chat(messages: Sequence[Mapping[str, object]], *, opens_answer: bool) -> str:
-    """A conversation for a model without a chat template: one line per message.
-
-    `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
-    """
-    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-    return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +91,7 @@ class LoadedModel:
             for the paged one.
         ranks: the processes that share the network; None: it is whole.
         draft: a smaller model of the same vocabulary for speculative decoding.
+        images: makes tokens and tensors of prompts with images.
     """
 
     name: str
@@ -165,6 +102,7 @@ class LoadedModel:
     dense_implementation: str
     ranks: Ranks | None = None
     draft: "LoadedModel | None" = None
+    images: ImageCodec | NoImages = NoImages("this model reads text alone")  # noqa: RUF009
 
     def open_text(self, params: SamplingParams) -> TextStream:
         """Start a text that this model writes. O(1)."""
@@ -173,131 +111,6 @@ class LoadedModel:
             return TextStream(codec.decode, params.stop, codec.open_step())
         decode = partial(codec.decode, skip_special_tokens=False)
         return TextStream(decode, params.stop, codec.open_step(skip_special_tokens=False))
-
-
-class _NoPanic:
-    """Turns a panic of the tokenizers library's Rust code into an `Exception`."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is not None and kind.__module__ == "pyo3_runtime":
-            raise RuntimeError(
-                f"tokenizer.json makes the tokenizers library fail: {error}"
-            ) from error
-
-
-_NO_PANIC = _NoPanic()
-
-
-class _HuggingFaceCodec:
-    """A tokenizer of Transformers.
-
-    Args:
-        tokenizer: does the work.
-        model_type: of the model.
-        max_positions: of the model; a text that is too long even if every token were the longest is
-            refused before tokenizing, which takes about 300 bytes per character. None: no limit.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, model_type: str, max_positions: int | None
-    ) -> None:
-        self._tokenizer = tokenizer
-        self.model_type = model_type
-        self.response_template: Mapping[str, object] | None = getattr(
-            tokenizer, "response_template", None
-        )
-        self._max_characters: int | None = None
-        if max_positions is not None:
-            self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
-
-    @property
-    def template(self) -> str | None:
-        found = self._tokenizer.chat_template
-        return "".join(found.values()) if isinstance(found, dict) else found
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text, adds_special_tokens=True)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        options = options or {}
-        if options.get("chat_template", self._tokenizer.chat_template) is None:
-            if options.get("tools"):
-                raise InvalidArgumentError(
-                    "tools: wanted a model with a chat template, which this one lacks; "
-                    "--chat-template gives it one"
-                )
-            return self.encode(plain_chat(messages, opens_answer=opens_answer))
-        try:
-            text = self._tokenizer.apply_chat_template(
-                cast("Any", [dict(message) for message in messages]),
-                tokenize=False,
-                add_generation_prompt=opens_answer,
-                **options,  # type: ignore[arg-type]
-            )
-        except Exception as error:  # a template may raise any error
-            raise InvalidArgumentError(
-                f"messages: wanted messages that the model's chat template accepts: {reason(error)}"
-            ) from error
-        return self._encode(str(text), adds_special_tokens=False)
-
-    def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
-        if self._max_characters is not None and len(text) > self._max_characters:
-            raise InvalidArgumentError(
-                f"prompt: wanted at most {self._max_characters:,} characters, the model's "
-                f"positions times the length of its longest token, got {len(text):,}"
-            )
-        try:
-            with _NO_PANIC:
-                return list(
-                    self._tokenizer.encode(
-                        text, truncation=False, add_special_tokens=adds_special_tokens
-                    )
-                )
-        except Exception as error:  # its files may not fit together
-            raise InvalidArgumentError(
-                f"prompt: wanted text that the model's tokenizer accepts: {reason(error)}"
-            ) from error
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        with _NO_PANIC:
-            text = self._tokenizer.decode(
-                list(tokens),
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        return str(text)
-
-    def describe(self) -> str | None:
-        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
-            return None
-        plain = copy(tokenizer)
-        plain.no_padding()
-        plain.no_truncation()
-        return str(plain.to_str())
-
-    def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
-        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
-            return None
-        step = partial(DecodeStream(skip_special_tokens=skip_special_tokens).step, tokenizer)
-
-        def guarded(tokens: list[int]) -> str | None:
-            with _NO_PANIC:
-                return step(tokens)
-
-        return guarded
 
 
 def load_model(
@@ -343,7 +156,12 @@ def load_model(
         ranks.end_turn()
         check_cut(network, ranks)
     codec = _load_codec(source, config)
-    return wrap_network(name, network, codec, ranks)
+    images: ImageCodec | NoImages = NoImages(f"{name!r} is one file of text alone")
+    if ranks is not None:
+        images = NoImages("cannot be used with --tp")
+    elif source.gguf is None:
+        images = load_images(source.name, source.options, network, codec)
+    return wrap_network(name, network, codec, ranks, images)
 
 
 def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
@@ -390,7 +208,11 @@ def load_codec(name: str) -> TextCodec:
 
 
 def wrap_network(
-    name: str, network: PreTrainedModel, codec: TextCodec, ranks: Ranks | None = None
+    name: str,
+    network: PreTrainedModel,
+    codec: TextCodec,
+    ranks: Ranks | None = None,
+    images: ImageCodec | NoImages | None = None,
 ) -> LoadedModel:
     """Describe a network that is already in memory. O(1).
 
@@ -414,6 +236,7 @@ def wrap_network(
         max_positions=_max_positions(network.config),
         dense_implementation="eager" if is_capped else own,
         ranks=ranks,
+        images=images or NoImages(f"{name!r} was loaded without a processor"),
     )
 
 
@@ -678,14 +501,14 @@ def _load_network(
     return network if found is None else finish(network, found, dtype, device)
 
 
-def _load_codec(source: _Source, config: PreTrainedConfig) -> TextCodec:
+def _load_codec(source: _Source, config: PreTrainedConfig) -> HuggingFaceCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
-        with _NO_PANIC:
+        with NO_PANIC:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source.name, **source.options
             )
-        codec = _HuggingFaceCodec(tokenizer, config.model_type, _max_positions(config))
+        codec = HuggingFaceCodec(tokenizer, config.model_type, _max_positions(config))
         tokens = codec.encode(_SAMPLE_TEXT)
         codec.decode(tokens)
     except Exception as error:

@@ -155,7 +155,7 @@ async def converse(
     body.check(is_strict=service.config.strict_fields)
     service.check_model(body.model)
     service.serving()
-    prompt = await service.encode_chat(body.messages, body)
+    prompt, images = await service.read_chat(body.messages, body)
     max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, name = body.max_tokens, "max_tokens"
@@ -181,7 +181,7 @@ async def converse(
     turns = await service.turns(body.messages, prompt, body)
     submission = body.submission(prompt, params, service.adapter(body.model))
     asked = Asked(
-        submissions=[replace(submission, boundaries=turns)],
+        submissions=[replace(submission, boundaries=turns, images=images)],
         streams=bool(body.stream),
         names=names,
     )

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request, Response
@@ -27,6 +28,7 @@ from model.control.request import FinishReason
 from model.control.submission import Submission
 from model.errors import ModelError
 from model.serve.errors import ApiError, api_error
+from model.serve.gate import given_key
 from model.serve.logprobs import ENTRY_BYTES, LogprobsWriter, num_entries, quoted
 from model.serve.protocol import GenerationRequest, PromptTokensDetails, Usage
 from model.serve.service import Service
@@ -232,8 +234,10 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
         ApiError: it is refused, or fails before anything was sent.
     """
     _check_logprobs(asked, service)
+    client = _client_by_key(request, service)
+    submissions = [replace(one, client=client or one.client) for one in asked.submissions]
     try:
-        stream = await _submitted(request, service, asked.submissions)
+        stream = await _submitted(request, service, submissions)
     except ModelError as error:
         raise api_error(error, asked.names) from error
     if stream is None:
@@ -256,6 +260,14 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
         if not second:
             return Response(first, media_type="application/json")
         return StreamingResponse(_chained(first, second, parts), media_type="application/json")
+
+
+def _client_by_key(request: Request, service: Service) -> str | None:
+    """Whose request it is, where clients have keys of their own; the gate has checked the key."""
+    if len(service.config.api_keys) < 2:
+        return None
+    key = given_key(request.headers)
+    return f"key {hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
 
 
 async def _submitted(

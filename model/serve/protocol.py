@@ -178,8 +178,8 @@ class GenerationRequest(Strict):
     guided_regex: Text | None = None
     guided_choice: Many[Text] | None = None
     guided_grammar: Text | None = None
+    user: Text | None = None
     # Taken, and nothing follows from them.
-    user: str | None = None
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -237,6 +237,7 @@ class GenerationRequest(Strict):
             params,
             num_samples=self.num_samples,
             priority=self.priority or 0,
+            client=self.user,
             namespace=salted(self.cache_salt or "", lora_name),
             retain=self.retentions,
         )

@@ -28,7 +28,7 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
-from model.load.loader import TextCodec
+from model.load.codec import TextCodec
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of the region of reasoning in response templates."""

@@ -18,6 +18,7 @@ from kvcore.tiers import Folder, PeerSession
 from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
 from model.caches import tiers as tiers_module
 from model.caches.tiers import HostBlocks, StreamBlocks
+from model.control.request import FinishReason
 from model.control.submission import salted
 from model.control.tier_transfers import TransferCosts
 from model.engine import Engine
@@ -330,6 +331,41 @@ def test_a_step_that_fails_leaves_nothing_on_its_way(held, tmp_path, monkeypatch
     monkeypatch.undo()
     held.set()
     assert run(engine, prompts) == wanted
+
+
+@pytest.mark.parametrize("what", ["its logits", "a step"])
+def test_a_failure_costs_no_copies_of_before(what, tmp_path, monkeypatch, is_async):
+    """Those of others, stored before, are loaded; those of the failure are not."""
+    prompts = [*turns(2, 2)]
+    engine = make(disk=tmp_path, host_memory_bytes=1 << 24, async_scheduling=is_async)
+    wanted = [run(engine, [each], namespace=salted(str(n))) for n, each in enumerate(prompts)]
+    drain(engine)
+    bad = [*b"a prompt of which nothing may be found any more"]
+    [request] = engine.submit(Submission(bad, GREEDY))
+    engine.step()
+    with monkeypatch.context() as patch:
+        if what == "a step":
+            patch.setattr(engine._runner, "send", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        else:
+            logits = engine.network.logits
+            patch.setattr(engine.network, "logits", lambda step: logits(step) * torch.nan)
+            while engine.has_unfinished:
+                engine.step()
+            assert request.finish_reason is FinishReason.ERROR
+    for tier in engine.tiers.tiers.tiers:
+        assert tier.stats.num_records > 0
+    assert wanted == [
+        run(engine, [each], namespace=salted(str(n))) for n, each in enumerate(prompts)
+    ]
+    if what == "its logits" or is_async:  # of a step that was read, what it wrote is right
+        [again] = engine.submit(Submission(bad, GREEDY))
+        while engine.has_unfinished:
+            engine.step()
+        assert again.num_loaded_tokens == again.num_cached_tokens == 0
+        assert engine.tiers.stats.num_loads >= len(prompts) // 2
+    engine.end()
 
 
 @pytest.mark.parametrize("part_bytes", [1, 1 << 20], ids=["a block at once", "all at once"])

@@ -82,7 +82,7 @@ plant(
     "P37",
     "resets",
     disk.DiskTier,
-    "clear",
+    "_clear",
     "for number in [*self._segments]:",
     "for number in ():",
 )
@@ -288,6 +288,25 @@ plant(
     "pass",
 )
 
+plant(
+    "a_failed_step_costs_all_copies",
+    "P24",
+    "steps_fail",
+    tier_manager.TierManager,
+    "cleared",
+    "if self._wrong is None:",
+    "if True:",
+)
+plant(
+    "a_failed_step_leaves_what_it_has_written",
+    "P37",
+    "steps_fail",
+    tier_manager.TierManager,
+    "cleared",
+    "tier.forget(mark, keys)",
+    "pass",
+)
+
 # A crash at any write.
 
 # raullenchai/Rapid-MLX#187, jundot/omlx#2255, jjang-ai/vmlx#4: a crash poisons the next start.
@@ -296,7 +315,7 @@ plant(
     "P24",
     "dies",
     disk.DiskTier,
-    "_bury",
+    "_kill",
     "offset + DEAD_OFFSET, [DEAD]",
     "offset, [bytes(RECORD_BYTES)]",
 )

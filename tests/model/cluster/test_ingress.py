@@ -14,6 +14,7 @@ import kvcore
 from model.cluster.args import parse_args
 from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Piece
 from model.cluster.router import Router
+from model.forward import lora
 from model.load.loader import load_codec
 from model.tiny import CHECKPOINT_DIR
 
@@ -308,6 +309,24 @@ def test_a_replica_is_chosen_by_the_tokens_that_it_will_compute(ingress, codec):
     assert chat == codec.encode_chat(told)
     chat, _ = prompt("/v1/chat/completions", messages=messages, add_generation_prompt=False)
     assert chat == codec.encode_chat(told, opens_answer=False)
+
+
+def test_a_request_for_an_adapter_is_routed_by_the_namespace_that_replicas_compute_it_in(
+    ingress, codec, tmp_path, monkeypatch
+):
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / file).write_bytes(b"{}")
+    modules = {"model.load.loader": SimpleNamespace(load_codec=lambda _: codec)}
+    monkeypatch.setattr(ingress, "import_module", lambda name: modules.get(name, lora))
+    version = lora.read_versions([f"sql={tmp_path}"])["sql"]
+    for model, namespace in (
+        ("sql", kvcore.Namespace(salt=b"mine", lora_name="sql", lora_version=version)),
+        ("gone", kvcore.Namespace(salt=b"mine")),  # a replica refuses it
+    ):
+        handle = Handle(ingress, [TAKEN, WHOLE])
+        flags = ("--lora", f"sql={tmp_path}", "--lora", f"gone={tmp_path / 'none'}")
+        ask(ingress, handle, *flags, prompt=[1], model=model, cache_salt="mine")
+        assert handle.calls[0].asked.namespace == namespace
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from model.cli.conversation import Conversation
 from model.control.admission import Admission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
-from model.forward.lora import Adapters, read_adapter
+from model.forward.lora import Adapters, read_adapter, read_versions
 from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
 from tests.model.networks import greedy_logits, preempt_in_steps
@@ -131,6 +131,8 @@ def test_requests_share_a_prefix_only_with_requests_of_equal_adapters(folders, t
     assert one.namespace.lora_version
     again = engine_with(place).submit(asked(encoded[0], "attention"))[0]
     assert again.namespace == one.namespace
+    versions = read_versions([f"attention={place / 'attention'}"])  # what routers know
+    assert versions == {"attention": one.namespace.lora_version}
 
 
 def changed(place, tmp_path, edit=None, **fields):
