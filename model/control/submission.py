@@ -81,8 +81,8 @@ class Submission:
     Attributes:
         prompt: text, or token ids.
         params: its sampling parameters.
-        num_samples: the number of outputs; the prompt is computed once, and each sample is a
-            request of its own.
+        num_samples: the number of outputs; 1: as many as `params.n` says. The prompt is computed
+            once, and each sample is a request of its own.
         priority: lower numbers run first.
         client: whose request it is; clients take turns (`control/clients.py`).
         namespace: requests share cached prefixes only within a namespace; its `lora_name` is the
@@ -114,3 +114,5 @@ class Submission:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise InvalidArgumentError(f"num_samples: wanted at least 1, got {self.num_samples}")
+        if self.num_samples == 1:
+            object.__setattr__(self, "num_samples", self.params.n)
