@@ -33,7 +33,7 @@ from model.forward.quantised import quantise
 from model.forward.sanitized import SanitizedBackend
 from model.forward.step_runner import StepRunner
 from model.forward.warm_up import free_bytes, prepare_network
-from model.load.images import NoImages, RawImage
+from model.load.images import NoImages
 from model.load.loader import LoadedModel
 from model.sample.grammars import Grammars
 from model.sample.request_sampler import RequestSampler
@@ -167,10 +167,15 @@ class Engine(EngineCore):
             asked = replace(asked, namespace=self.network.adapters.resolve(asked.namespace))
         return super().submit(asked)
 
+    @property
+    def image_limits(self) -> tuple[int, int]:
+        """The most images of a prompt, and the most bytes of one. O(1)."""
+        return self.config.max_images, self.config.max_image_bytes
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
-        images: Sequence[RawImage] = (),
+        images: Sequence[object] = (),
         *,
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,

@@ -300,10 +300,15 @@ class EngineCore:
         [request] = self.submit(Submission(prompt, params or SamplingParams()))
         return request
 
+    @property
+    def image_limits(self) -> tuple[int, int]:
+        """The most images of a prompt, and the most bytes of one. O(1)."""
+        return 0, 0
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
-        images: Sequence[bytes] = (),
+        images: Sequence[object] = (),
         *,
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
@@ -312,7 +317,8 @@ class EngineCore:
 
         Args:
             messages: as `TextCodec.encode_chat`, or with parts as `TextCodec.render_chat`.
-            images: files, one for each part that is an image.
+            images: one for each part that is an image: the bytes of a file, its path,
+                or an image of Pillow.
             opens_answer: as `TextCodec.encode_chat`.
             options: as `TextCodec.encode_chat`.
 
@@ -352,6 +358,7 @@ class EngineCore:
                 params,
                 self._model.eos_token_ids,
                 priority=asked.priority,
+                client=asked.client,
                 leader=requests[0] if requests else None,
                 sample=number,
                 namespace=asked.namespace,
