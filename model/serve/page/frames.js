@@ -51,6 +51,7 @@ function checkFrame(frame, head, before) {
     wanted(isCount(frame.counts[name]), `counts: wanted a number of ${name}`, frame.counts[name]);
   }
   wanted(flat(frame, "begun", 3).every(isId), "begun: wanted ids and numbers", frame.begun);
+  wanted(Object.values(frame.counts).every(isCount), "counts: wanted numbers", frame.counts);
   const labels = flat(frame, "labels", 2);
   wanted(labels.every((one, i) => (i % 2 ? typeof one === "string" : isId(one))),
     "labels: wanted ids and texts", labels);

@@ -87,6 +87,13 @@ function drawNumbers(pool) {
   put("steps", many(counts.steps));
   put("evicted", many(counts.evicted));
   put("preemptions", many(counts.preemptions));
+  const tiers = Object.keys(counts).filter((name) => name.endsWith(" copies"));
+  for (const one of document.querySelectorAll("#numbers .tier")) one.remove();
+  for (const name of tiers) {
+    const tier = name.slice(0, -" copies".length);
+    $("numbers").append(element("div", "tier", element("dt", "", tier), element("dd", "",
+      many(counts[name]), element("small", "", `${many(counts[`${tier} hits`] ?? 0)} loaded`))));
+  }
   const { each } = map.layout;
   const { numShown } = seen.recording;
   const sizes = pool.head.groups.map((one) => one.block_size);

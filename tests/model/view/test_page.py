@@ -240,7 +240,7 @@ def contrast(one, other):
 
 
 def test_a_pool_of_a_million_blocks_is_shown_many_blocks_a_cell(page, trace):
-    counts = trace["kvcore"]["frames"][0]["counts"]
+    counts = trace["kvcore"]["frames"][0]["counts"] | {"disk copies": 1234, "disk hits": 5}
     million = {
         "version": 1, "num_blocks": 1_000_001,
         "groups": [{"kind": "FullAttention", "block_size": 16}],
@@ -257,6 +257,8 @@ def test_a_pool_of_a_million_blocks_is_shown_many_blocks_a_cell(page, trace):
         page.wait_for("document.documentElement.dataset.frame === '0'")
         each = int(page.find("map").get_attribute("data-each"))
         kinds = [kind(colour) for colour in page.run(CELL_COLOURS)]
+        tiers = page.run("return [...document.querySelectorAll('.tier')].map((t) => t.innerText)")
+    assert [" ".join(tier.split()) for tier in tiers] == ["disk 1,2345 loaded"]
     assert each > 100
     assert len(kinds) == -(-1_000_000 // each)
     edges = [name for name, _ in itertools.groupby(kinds)]
