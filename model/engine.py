@@ -151,20 +151,34 @@ class Engine(EngineCore):
         return () if self.network.adapters is None else self.network.adapters.names
 
     def read_adapter(self, text: str) -> "Adapter":
-        """As `EngineCore`. O(its bytes)."""
+        """Read a LoRA adapter, `NAME=PATH`, for `add_adapter`; from any thread. O(its bytes).
+
+        Raises:
+            InvalidArgumentError: it is not of this form, or `max_loras` is not set.
+            ModelError: it is not there, broken, or not one for this network.
+        """
         if self.config.max_loras is None:
-            return super().read_adapter(text)
+            raise InvalidArgumentError("lora: wanted --max-loras, without which none is loaded")
         return self.network.read_adapter(text)
 
     def add_adapter(self, adapter: "Adapter") -> None:
-        """As `EngineCore`. A pass of a few tokens."""
+        """Let requests ask for an adapter from now on. Between two steps; a pass of a few tokens.
+
+        Raises:
+            InvalidArgumentError: another one has its name, or there are too many.
+            UnsupportedModelError: it cannot be applied to this network exactly.
+        """
         self.network.add_adapter(adapter, self._namespaces())
 
     def remove_adapter(self, name: str) -> None:
-        """As `EngineCore`. O(adapters + num_unfinished)."""
+        """Take no more requests for an adapter; those that are unfinished keep it. Between steps.
+
+        Raises:
+            InvalidArgumentError: there is no such adapter, or `max_loras` is not set.
+        """
         if self.config.max_loras is None or self.network.adapters is None:
-            return super().remove_adapter(name)
-        return self.network.adapters.remove(name, self._namespaces())
+            raise InvalidArgumentError("lora: wanted --max-loras, without which none is unloaded")
+        self.network.adapters.remove(name, self._namespaces())
 
     def _namespaces(self) -> list[kvcore.Namespace]:
         return [request.namespace for request in self._scheduler.unfinished]

@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # torch is not loaded for these
     from concurrent.futures import Future
 
     from kvcore.tiers import KeepingTier
-    from model.forward.lora import Adapter
     from model.load.codec import TextCodec
     from model.sample.grammar_compiler import Compiled
     from model.sample.grammars import Grammars
@@ -335,36 +334,6 @@ class EngineCore:
     def adapter_names(self) -> tuple[str, ...]:
         """The LoRA adapters that requests may ask for. O(1)."""
         return ()
-
-    def read_adapter(self, text: str) -> Adapter:
-        """Read a LoRA adapter, `NAME=PATH`, for `add_adapter`; from any thread. O(its bytes).
-
-        Raises:
-            InvalidArgumentError: it is not of this form, or none can be loaded here.
-            ModelError: it is not there, broken, or not one for this network.
-        """
-        raise InvalidArgumentError(
-            f"lora: wanted --max-loras, without which none is loaded, got {text!r:.100}"
-        )
-
-    def add_adapter(self, adapter: Adapter) -> None:
-        """Let requests ask for an adapter from now on, between two steps.
-
-        Raises:
-            InvalidArgumentError: another one has its name, or there are too many.
-            UnsupportedModelError: it cannot be applied to this network exactly.
-        """
-        raise NotImplementedError  # without `read_adapter` there is none
-
-    def remove_adapter(self, name: str) -> None:
-        """Take no more requests for an adapter; those that are unfinished keep it.
-
-        Raises:
-            InvalidArgumentError: there is no such adapter, or none can be removed here.
-        """
-        raise InvalidArgumentError(
-            f"lora: wanted --max-loras, without which none is unloaded, got {name!r:.100}"
-        )
 
     def submit(self, asked: Submission) -> list[Request]:
         """Queue a submission: a request for each sample. O(samples * prompt).

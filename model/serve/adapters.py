@@ -7,6 +7,7 @@ Does not know: what an adapter is.
 """
 
 import asyncio
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
@@ -15,6 +16,17 @@ from model.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from model.serve.bounds import Strict, Text
 from model.serve.errors import ApiError, api_error
 from model.serve.service import Service
+
+
+@runtime_checkable
+class LoadsAdapters(Protocol):
+    """What an engine has that loads adapters; `model.engine.Engine` says what each method does."""
+
+    def read_adapter(self, text: str) -> Any: ...  # noqa: ANN401  # torch is not imported here
+
+    def add_adapter(self, adapter: Any) -> None: ...  # noqa: ANN401
+
+    def remove_adapter(self, name: str) -> None: ...
 
 
 class LoadRequest(Strict):
@@ -37,7 +49,7 @@ def adapters(service: Service) -> APIRouter:
     @router.post("/v1/load_lora_adapter")
     async def load(body: LoadRequest) -> PlainTextResponse:
         """Let requests name an adapter as their model."""
-        engine, name = service.serving(), body.lora_name
+        engine, name = _engine(service), body.lora_name
         if name in service.names or "=" in name:
             raise ApiError(
                 400,
@@ -46,7 +58,7 @@ def adapters(service: Service) -> APIRouter:
             )
         try:
             read = await asyncio.to_thread(engine.read_adapter, f"{name}={body.lora_path}")
-            await service.engine.call(lambda engine: engine.add_adapter(read))
+            await service.engine.call(lambda _: engine.add_adapter(read))
         except (ModelNotFoundError, UnsupportedModelError) as error:
             status = 404 if isinstance(error, ModelNotFoundError) else 400
             raise ApiError(status, str(error), param="lora_path") from error
@@ -57,12 +69,19 @@ def adapters(service: Service) -> APIRouter:
     @router.post("/v1/unload_lora_adapter")
     async def unload(body: UnloadRequest) -> PlainTextResponse:
         """Take no more requests for an adapter."""
-        service.serving()
-        name = body.lora_name
+        engine, name = _engine(service), body.lora_name
         try:
-            await service.engine.call(lambda engine: engine.remove_adapter(name))
+            await service.engine.call(lambda _: engine.remove_adapter(name))
         except ModelError as error:
             raise api_error(error) from error
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return router
+
+
+def _engine(service: Service) -> LoadsAdapters:
+    """The engine, if it takes requests and loads adapters. O(1)."""
+    engine = service.serving()
+    if not isinstance(engine, LoadsAdapters):
+        raise ApiError(400, "lora_name: this engine loads no adapters", param="lora_name")
+    return engine
