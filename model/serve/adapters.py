@@ -20,13 +20,16 @@ from model.serve.service import Service
 
 @runtime_checkable
 class LoadsAdapters(Protocol):
-    """What an engine has that loads adapters; `model.engine.Engine` says what each method does."""
+    """An engine that loads adapters, as `model.engine.Engine` does; torch is not imported here."""
 
-    def read_adapter(self, text: str) -> Any: ...  # noqa: ANN401  # torch is not imported here
+    def read_adapter(self, text: str) -> Any:  # noqa: ANN401
+        """Read `NAME=PATH`, on any thread."""
 
-    def add_adapter(self, adapter: Any) -> None: ...  # noqa: ANN401
+    def add_adapter(self, adapter: Any) -> None:  # noqa: ANN401
+        """Let requests ask for it; between two steps."""
 
-    def remove_adapter(self, name: str) -> None: ...
+    def remove_adapter(self, name: str) -> None:
+        """Take no more requests for it; between two steps."""
 
 
 class LoadRequest(Strict):
