@@ -146,7 +146,7 @@ def plan_attention(
     else:
         rest = prefill.plan_prefill(place, query, cache, batch, out, terms)
     alone = batch.num_seqs == 1 and not terms.batch_invariant
-    if query.element_size() != 2 or alone or (plain and cuts_keys(rest, batch)):
+    if query.element_size() != 2 or most == 0 or alone or (plain and cuts_keys(rest, batch)):
         return Known(room, None, rest, 1)
     return Known(room, plan_decode(place, query, cache, batch, out, terms), rest, 2)
 
@@ -169,17 +169,22 @@ def longest_decoded(
     batch: PagedBatch,
     terms: AttentionTerms,
 ) -> int:
-    """Query tokens of a sequence up to which decode takes it: all of the batch's, or one.
+    """Query tokens of a sequence up to which decode takes it: all of the batch's, or one, or none.
 
-    All where decode reads the keys no more often than prefill would: a program of decode reads
+    None where each has one, and more heads than rows of a program, and Hopper's prefill serves: it
+    reads the keys once for 64 heads. All where decode reads the keys no more often than prefill would: a program of decode reads
     them for 8 or 16 rows, and an item of Hopper's prefill for up to 128, in about the same time.
     """
     group, longest = query.shape[1] // cache.k.shape[2], batch.max_query_len
     rows = longest * group
-    if longest <= 1 or rows > MOST_ROWS or query.element_size() != 2:
+    if longest < 1 or rows > MOST_ROWS or query.element_size() != 2:
         return 1
-    slices = ceil_div(rows, rows_a_program(group, query.shape[2], many=True))
+    many = longest > 1
+    slices = ceil_div(rows, rows_a_program(group, query.shape[2], many=many))
+    on_hopper = hopper_prefill.can_attend(place, query, cache, out, terms)
+    if not many:
+        return int(slices == 1 or rows <= prefill.FEW or not on_hopper)
     items = FEW_SLICES
-    if hopper_prefill.can_attend(place, query, cache, out, terms):
+    if on_hopper:
         items = hopper_prefill.items_a_kv_head(group, longest)
     return longest if slices <= items and batch.num_seqs <= MAX_PLANNED else 1

@@ -92,7 +92,7 @@ def _batches(
 ) -> Iterator[PagedBatch]:
     """Batches among whose plans are all that calls can ask for; prefill's first."""
     device, group = layer.cache.k.device, layer.num_q_heads // layer.cache.k.shape[2]
-    tokens = ROWS // heads_an_item(group)
+    tokens = ROWS // heads_an_item(group, 1)
     cut = ROWS * place.num_multiprocessors(device) // layer.num_q_heads
     most = latent.MOST_ROWS if layer.cache.is_latent else MOST_ROWS
     few = range(2, min(max_query_len, most // group + 1) + 1)
@@ -105,7 +105,8 @@ def _batches(
         for rows in range(tokens, min(longest, cut + tokens) + 1, tokens):
             yield _idle(device, num_seqs, rows, min(rows, max_query_len), LONG)
     for num_seqs in batch_sizes(max_num_seqs):
-        yield _idle(device, num_seqs, num_seqs, 1)
+        for reach in (1, LONG):  # which decode does not ask for, but heads that prefill takes
+            yield _idle(device, num_seqs, num_seqs, 1, reach)
         for query_len in few:
             yield _idle(device, num_seqs, 2 * num_seqs, query_len)
     for query_len in few if layer.shared_prefix else ():  # decode takes no several tokens then

@@ -120,6 +120,7 @@ class Case:
     features: bool = False
     cap: bool = False
     e4m3: bool = False
+    alike: bool = False
     longest: int = 100
     registers: int = 255
     """At most; of the portable kernel."""
@@ -185,7 +186,7 @@ def check_portable(case, capability, shared):
 def check_hopper(case, *, planned):
     """Loads by the copy engine alone, nothing spills in a loop, softmax and products overlap."""
     shape = hopper_prefill.shape_for(case.head_dim, split=case.split, e4m3=case.e4m3)
-    pack = hopper_prefill.heads_an_item(case.group)
+    pack = hopper_prefill.heads_an_item(case.group, case.longest)
     copy = min(case.block_size, shape.tile)
     stored = "fp8e4nv" if case.e4m3 else case.element
     kinds, none = {}, {}
@@ -205,7 +206,7 @@ def check_hopper(case, *, planned):
         8 * case.group * case.head_dim, case.head_dim, case.block_size, case.block_size,
         case.block_size, 8 * case.group, case.group, case.head_dim,
         case.cap, case.features, case.features, *((1, 0) if case.e4m3 else (-1, -1)),
-        planned, case.split, shape,
+        planned, case.split, case.alike, pack, shape,
     )  # fmt: skip
     made = make(
         hopper_prefill._attend.kernel, GluonASTSource, 90, case.element,

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from backends.triton_gpu.hopper.items import (
     GROUPS,
     count_work,
+    find_heads,
     find_live,
     find_span,
     gluon_function,
@@ -40,9 +41,9 @@ def load_tiles(
     ahead_item = read_item(j, work, given, FORM)
     for n in range(work.items):
         item = ahead_item
-        if not (FORM.split and FORM.planned):
+        if not FORM.split:
             _load_rows(q_desc, q_tail, rows, n, item, FORM)
-        kv_head = item.part * FORM.pack // FORM.group
+        kv_head, _ = find_heads(item, FORM)
         table = tables + item.seq.to(gl.int64) * table_stride
         seen = item.length * 0
         low = seen
@@ -52,6 +53,8 @@ def load_tiles(
         high = (item.position + item.tokens - 1) // BLOCK_SIZE
         begin, end, _, _ = find_span(item, window, FORM)
         ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
+        if FORM.split and not FORM.planned:  # behind a load that takes as long
+            _load_rows(q_desc, q_tail, rows, n, item, FORM)
         live_begin, live_end = find_live(item, window, FORM)
         ahead_item = read_item(n + 1, work, given, FORM)
         late = gl.minimum(gl.minimum(n, 1) * 2, end - begin - 1)  # behind tiles that find room
@@ -116,7 +119,8 @@ def _load_rows(
     """Start the copies of the n-th item's rows, once there is room."""
     BUFFERS: gl.constexpr = rows.tiles.shape[0] // GROUPS
     REST: gl.constexpr = tail.block_type.nbytes if FORM.has_tail else 0
-    buffer, head = n % BUFFERS, item.part * FORM.pack
+    buffer = n % BUFFERS
+    _, head = find_heads(item, FORM)
     full = rows.full.index(buffer)
     mbarrier.wait(rows.empty.index(buffer), (n // BUFFERS & 1) ^ 1)
     mbarrier.expect(full, GROUPS * (desc.block_type.nbytes + REST))
