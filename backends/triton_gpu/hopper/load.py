@@ -52,7 +52,7 @@ def load_tiles(
             low = gl.maximum(item.position - window + 1, 0) // BLOCK_SIZE
         high = (item.position + item.tokens - 1) // BLOCK_SIZE
         begin, end, _, _ = find_span(item, window, FORM)
-        ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
+        ahead = load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
         if FORM.split and not FORM.planned:  # behind a load that takes as long
             _load_rows(q_desc, q_tail, rows, n, item, FORM)
         live_begin, live_end = find_live(item, window, FORM)
@@ -63,7 +63,7 @@ def load_tiles(
                 if i == late:
                     _load_rows(q_desc, q_tail, rows, n, item, FORM)
             key = (end - 1 - i) * TILE
-            entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
+            entries, ahead = ahead, load_entries(table, key - TILE, low, high, BLOCK_SIZE)
             k_at = j % K_DEPTH
             mbarrier.wait(k.empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
             _copy_blocks(
@@ -103,9 +103,9 @@ def _load_values(
         if edge:
             mbarrier.wait(v.full.index(DEPTH), edges & 1)
             edges += 1
-            _clear_values(v.tiles.index(at), live_begin - key, live_end - key)
+            clear_values(v.tiles.index(at), live_begin - key, live_end - key)
             if FORM.has_tail:
-                _clear_values(v.tails.index(at), live_begin - key, live_end - key)
+                clear_values(v.tails.index(at), live_begin - key, live_end - key)
             fence_async_shared()
             mbarrier.arrive(v.full.index(at), count=1)
     return edges
@@ -134,7 +134,7 @@ def _load_rows(
 
 
 @gluon_function
-def _load_entries(
+def load_entries(
     table: gl.tensor, key: gl.tensor, low: gl.tensor, high: gl.tensor, BLOCK_SIZE: gl.constexpr
 ) -> gl.tensor:
     """The entries of the table from `key` on, one a lane, each from within low .. high."""
@@ -167,7 +167,7 @@ def _copy_blocks(
 
 
 @gluon_function
-def _clear_values(tile: gl.tensor, begin: gl.tensor, end: gl.tensor) -> None:
+def clear_values(tile: gl.tensor, begin: gl.tensor, end: gl.tensor) -> None:
     """Write zeros to all rows of a tile [TILE, 1, WIDTH] but begin .. end - 1."""
     TILE: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[2]

@@ -332,8 +332,8 @@ def can_attend(
         and block_size & (block_size - 1) == 0
         and terms.scale > 0
         and not is_large_cap(terms)
-        and all(_can_copy(tensor) for tensor in (query, out, cache.k, cache.v))
-        and all(_slots(tensor) < 1 << 31 for tensor in (cache.k, cache.v))
+        and all(can_copy(tensor) for tensor in (query, out, cache.k, cache.v))
+        and all(count_slots(tensor) < 1 << 31 for tensor in (cache.k, cache.v))
     )
 
 
@@ -351,7 +351,8 @@ def _can_divide(query: Tensor, cache: KVCache) -> bool:
     )
 
 
-def _can_copy(tensor: Tensor) -> bool:
+def can_copy(tensor: Tensor) -> bool:
+    """Whether the copy engine reads a tensor's rows, and slots of a cache, as they lie."""
     *outer, token, head, _ = tensor.stride()
     return (
         tensor.data_ptr() % 16 == 0
@@ -362,7 +363,7 @@ def _can_copy(tensor: Tensor) -> bool:
     )
 
 
-def _slots(cache: Tensor) -> int:
+def count_slots(cache: Tensor) -> int:
     """Slots from the first of a cache to its last, those of other tensors between them included."""
     return (cache.shape[0] - 1) * (cache.stride(0) // cache.stride(1)) + cache.shape[1]
 
@@ -438,7 +439,7 @@ def boxes_of(shape: Shape, query: Tensor, cache: KVCache, pack: int) -> tuple[Bo
         boxes.append(Box(query.shape, query.stride(), size, layout_of(width, 2)))
         for tensor in (cache.k, cache.v):
             size = (min(tensor.shape[1], shape.tile), 1, width)
-            seen = (_slots(tensor), *tensor.shape[2:])
+            seen = (count_slots(tensor), *tensor.shape[2:])
             boxes.append(Box(seen, tensor.stride()[1:], size, layout_of(width, tensor.itemsize)))
     return tuple(boxes)
 

@@ -41,6 +41,7 @@ from backends.triton_gpu.decode.splits import (
     plan_grid,
 )
 from backends.triton_gpu.latent import hopper as hopper_latent
+from backends.triton_gpu.latent import wide
 from backends.triton_gpu.prefill.order import find_tile
 from backends.triton_gpu.shared.e4m3 import load_scale, widen
 from backends.triton_gpu.shared.launch import Launch, Variant, launcher
@@ -350,6 +351,7 @@ def plan_latents(
     row_bytes = (width + max(16, power_of_two(rest))) * query.element_size()
     room = place.shared_bytes(out.device)
     on_hopper = hopper_latent.can_attend(place, query, cache)
+    is_wide = wide.can_attend(place, query, cache)
     part = shape_for(num_heads, max(1, most), row_bytes, query.element_size(), room)
     tile = shape_for(num_heads, MANY_ROWS, row_bytes, query.element_size(), room)
     if on_hopper:
@@ -368,16 +370,48 @@ def plan_latents(
         merge = merging.plan_merge(place, batch, out, grid, cut, num_heads, most, NOT_SHARED)
     if cut.vector == 16:  # with a vector of half a warp the compiler spills in the walk
         cut = cut._replace(vector=32)
-    part_variant = _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper)
-    tile_variant = _variant(place, query, cache, terms, layer, tile, None, on_hopper=False)
     strides = (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0))
     tiles = batch.num_tokens // (tile.rows // tile.heads) + batch.num_seqs
+    part_grid = (programs, *grid.shape)
+    tile_grid = (ceil_div(num_heads, tile.heads), tiles, 1)
+    if is_wide:
+        tile_launch = _wide(place, query, cache, terms, layer, None, tile_grid, strides, most + 1)
+    else:
+        tile_variant = _variant(place, query, cache, terms, layer, tile, None, on_hopper=False)
+        tile_launch = Launch(tile_variant, tile_grid, (*strides, most + 1))
+    if is_wide and part.rows == wide.ROWS:
+        numbers = (most, grid.target)
+        part_launch = _wide(place, query, cache, terms, layer, cut, part_grid, strides, *numbers)
+    else:
+        part_variant = _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper)
+        part_launch = Launch(part_variant, part_grid, (*strides, most, grid.target))
     return Plan(
-        batch.block_table.shape[1] * block_size, most,
-        Launch(part_variant, (programs, *grid.shape), (*strides, most, grid.target)),
-        grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, merge,
-        Launch(tile_variant, (ceil_div(num_heads, tile.heads), tiles, 1), (*strides, most + 1)),
+        batch.block_table.shape[1] * block_size, most, part_launch,
+        grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, merge, tile_launch,
     )  # fmt: skip
+
+
+def _wide(
+    place: Place,
+    query: Tensor,
+    cache: KVCache,
+    terms: AttentionTerms,
+    layer: Layer,
+    cut: Cut | None,
+    grid: tuple[int, int, int],
+    strides: tuple[int, ...],
+    *numbers: int,
+) -> Launch:
+    """The launch of a kernel of `wide`: of parts that are cut so, without a cut of tiles."""
+    chained = cut is not None and place.can_chain(query.device)
+    form = wide.form_of(layer, cache, cut, chained=chained)
+    dtypes = (query.dtype, None if terms.sinks is None else terms.sinks.dtype)
+    kernel = wide.attend_tile if cut is None else wide.attend_part
+    variant = kernel.variant(
+        place, query.device, dtypes, (form,), num_warps=wide.WARPS,
+        **({"launch_pdl": True} if chained else {}),
+    )  # fmt: skip
+    return Launch(variant, grid, (*strides[1:], *numbers), wide.boxes_of(form, query, cache))
 
 
 def _variant(
@@ -420,10 +454,17 @@ def attend_latents(
     scales = lens if cache.k_scale is None else cache.k_scale
     window = min(terms.window or 0, batch.max_seq_len + 1)
     logits = (float(terms.scale), terms.soft_cap or 1.0)
+    boxed = (query, query, cache.k, cache.k)
     if plan.most:
         partial = torch.empty(plan.parts_size, dtype=torch.float32, device=out.device)
-        plan.part.run((query, cache.k, out, sinks, partial, *where, scales), window, *logits)
+        if plan.part.boxes:
+            tensors = (out, sinks, partial, *where)
+            plan.part.run(tensors, window, *logits, boxed=boxed)
+        else:
+            plan.part.run((query, cache.k, out, sinks, partial, *where, scales), window, *logits)
         if plan.merge is not None:
             merging.merge(plan.merge, partial, batch, out, window, NOT_SHARED)
-    if batch.max_query_len > plan.most:
+    if batch.max_query_len > plan.most and plan.tile.boxes:
+        plan.tile.run((out, sinks, *where), window, *logits, boxed=boxed)
+    elif batch.max_query_len > plan.most:
         plan.tile.run((query, cache.k, out, sinks, *where, scales), window, *logits)
