@@ -124,7 +124,8 @@ def variants_asked(
     if isinstance(plan, Known):
         return {*_variants(plan.decode), *_variants(plan.prefill)}
     few = (plan.part, plan.merge) if plan.most else ()
-    return {*_variants(few), *_variants(plan.tile if batch.max_query_len > plan.most else ())}
+    tiles = (plan.tile, plan.order) if batch.max_query_len > plan.most else ()
+    return {*_variants(few), *_variants(tiles)}
 
 
 def _variants(plan: object) -> Iterator[Variant]:

@@ -55,7 +55,6 @@ from backends.triton_gpu.hopper.store import State, finish
 from backends.triton_gpu.shared.soft_cap import LOG2E
 from backends.triton_gpu.shared.softmax import add_tile, is_visible
 
-
 QUADS = gl.constexpr(
     "{.reg .f32 p, q, r;"
     + "".join(

@@ -153,7 +153,7 @@ def count_work(given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
     items = tiles * FORM.slices
     programs = gl.num_programs(0)
     rounds = items // programs
-    own = rounds + (_turn(rounds) < items - rounds * programs).to(gl.int32)
+    own = rounds + (find_turn(rounds) < items - rounds * programs).to(gl.int32)
     return Work(own, tiles, pieces)
 
 
@@ -186,7 +186,7 @@ def _pieces_of(
 
 
 @gluon_function
-def _turn(n: gl.tensor) -> gl.tensor:
+def find_turn(n: gl.tensor) -> gl.tensor:
     """This program's place in round n: from the end where n has an odd number of ones."""
     me = gl.program_id(0)
     n ^= n >> 16
@@ -201,7 +201,7 @@ def _turn(n: gl.tensor) -> gl.tensor:
 def read_item(n: gl.tensor, work: gl.tensor, given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
     """This program's n-th item, or any where there are no more; a while before it is needed."""
     n = gl.maximum(gl.minimum(n, work.items - 1), 0)
-    item = n * gl.num_programs(0) + _turn(n)
+    item = n * gl.num_programs(0) + find_turn(n)
     rank = item // FORM.slices
     if FORM.planned:
         entry = given.work + ENTRY + rank * ENTRY

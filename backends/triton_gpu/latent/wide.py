@@ -6,16 +6,16 @@ its products, which wastes nothing on few rows; here the rows are, 64 of them, a
 multiplies the rows with the keys and computes the weights, which go to the second by way of shared
 memory. One warp loads, by the copy engine.
 
-A tile of 64 latents lies in three pieces: the first group's half of the values with the rest of
-the key, which it frees, and the second group's half. The matrix unit does, in turn: the first
-group's values of a tile, the keys of the next one, and, while the first group computes the weights
-of that, the second group's values. So it always has work, and each piece is freed most of a step
-before it is needed again, of two in shared memory.
+A tile of 64 latents lies in pieces: the first group's half of the values with the rest of the key,
+which it frees, and the second group's half. While the matrix unit has the values of a tile and the
+keys of the next, the pieces of the one before are loaded anew; while it has nothing but the second
+group's values, the first one computes weights.
 
 Layout: 64 rows are TOKENS query tokens of one sequence times HEADS heads. In shared memory are the
 rows, two tiles, and the weights of one, 225 KiB for 512 values.
-Grid: `attend_part` as in `latent`; `attend_tile` (slice of heads, tile of tokens), the last tile
-first, since it sees most.
+Grid: `attend_part` as in `latent`. `attend_tile`: one program a multiprocessor, which takes tiles
+of tokens and slices of heads in the order of `prefill/order.py`; what comes next is loaded while a
+tile ends.
 
 Bytes moved: each latent once a program, from L2 mostly, plus 8 * value_dim a part and row where a
 sequence is cut. Error and order as in `latent`. Source of the idea: FlashMLA, for halves of the
@@ -44,13 +44,13 @@ from backends.triton_gpu.decode.splits import (
     keys_of_split,
     load_seq,
 )
-from backends.triton_gpu.hopper.items import allocate_barriers, gluon_function
+from backends.triton_gpu.hopper.items import allocate_barriers, find_turn, gluon_function
 from backends.triton_gpu.hopper.load import clear_values, load_entries
 from backends.triton_gpu.hopper.prefill import can_copy, count_slots, layout_of
-from backends.triton_gpu.prefill.order import find_tile
+from backends.triton_gpu.prefill.order import ENTRY
 from backends.triton_gpu.shared.launch import Box, launcher
 from backends.triton_gpu.shared.layer import Layer
-from backends.triton_gpu.shared.place import Place, power_of_two
+from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
 from backends.triton_gpu.shared.soft_cap import base2_logits
 from backends.triton_gpu.shared.softmax import add_tile, is_visible, load_sinks
 
@@ -58,7 +58,9 @@ ROWS = 64
 TILE = 64
 REST = 64
 WARPS = 4
-REGISTERS = (240, 24)
+REGISTERS = (232, 40)
+LARGE = 64
+"""Block size from which parts are faster here: copies of smaller blocks are too many."""
 DEPTH = gl.constexpr(2)
 _COUNT = gl.constexpr(ROWS)
 
@@ -80,20 +82,20 @@ class _Tiles(NamedTuple):
     """What a row's earlier sums are multiplied by, and at the end the result."""
     ready: gl.tensor
     """Barriers: the queries are there."""
+    free: gl.tensor
+    """They have been multiplied."""
     left_full: gl.tensor
     left_empty: gl.tensor
     right_full: gl.tensor
     right_empty: gl.tensor
     weighed: gl.tensor
-    """A tile's weights are there."""
-    turn: gl.tensor
-    """The second group may multiply: the first one's products are done."""
+    """A tile's weights are there, or what results are multiplied by."""
     taken: gl.tensor
-    """It has."""
+    """The second group has read them."""
 
 
 class _Work(NamedTuple):
-    """What a program attends: the keys begin .. end - 1 of a sequence, with rows from a token on."""
+    """What a program attends: the keys begin .. end - 1 of a sequence, rows from a token on."""
 
     table: gl.tensor
     begin: gl.tensor
@@ -114,11 +116,22 @@ class _Work(NamedTuple):
     is_final: gl.tensor
 
 
+class _Call(NamedTuple):
+    """What each warp finds its program's work by, of tiles of tokens."""
+
+    tables: gl.tensor
+    table_stride: gl.tensor
+    list: gl.tensor
+    """Of work, see `order`."""
+    window: gl.tensor
+    scale: gl.tensor
+    soft_cap: gl.tensor
+
+
 class _Target(NamedTuple):
     """Where results go."""
 
     out: gl.tensor
-    o_stride: gl.tensor
     sinks: gl.tensor
     partial: gl.tensor
     place: gl.tensor
@@ -128,58 +141,122 @@ class _Target(NamedTuple):
 
 
 @gluon_function
-def _load(boxes: gl.tensor, tiles: gl.tensor, work: gl.tensor, FORM: gl.constexpr) -> None:
-    """Copy the rows, then every tile, into the buffer of its turn."""
-    q_wide, q_rest, c_wide, c_rest = boxes
+def _count_works(call: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
+    """Tiles of tokens that this program takes at most, or its one part."""
+    programs = gl.num_programs(0)
+    count = programs * 0 + 1
+    if not FORM.cuts:
+        count = (gl.load(call.list) * FORM.slices + programs - 1) // programs
+    return count
+
+
+@gluon_function
+def _find_work(n: gl.tensor, work: gl.tensor, call: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
+    """The n-th; its keys end where they begin if there is none. A part is known from the start."""
+    if not FORM.cuts:
+        work = _find_tile(n, call, FORM)
+    return work
+
+
+@gluon_function
+def _find_tile(n: gl.tensor, call: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
+    """The n-th tile of tokens and slice of heads of this program."""
+    item = n * gl.num_programs(0) + find_turn(n)
+    rank = item // FORM.slices
+    there = rank < gl.load(call.list)
+    entry = call.list + ENTRY + gl.where(there, rank, 0) * ENTRY
+    seq, row, tokens = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    position, length, first = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
+    begin, seen = first * 0, first * 0
+    if FORM.layer.has_window:
+        seen = gl.maximum(first - call.window + 1, 0)
+        begin = gl.maximum(position - call.window + 1, 0)
+    token = position - first
+    return _Work(
+        call.tables + seq.to(gl.int64) * call.table_stride, begin,
+        gl.where(there, position + tokens, begin), seen, length, length - first, row - token, token,
+        item % FORM.slices * FORM.heads, call.window, call.scale, call.soft_cap, there, there,
+    )  # fmt: skip
+
+
+@gluon_function
+def _load(
+    boxes: gl.tensor, tiles: gl.tensor, only: gl.tensor, call: gl.tensor, FORM: gl.constexpr
+) -> None:
+    """Copy the rows and every tile of all work, in the order in which they are multiplied."""
+    q_wide, q_rest, _, _ = boxes
     HALF: gl.constexpr = FORM.half
     KEYS: gl.constexpr = tiles.left.shape[1]
     BLOCK_SIZE: gl.constexpr = FORM.layer.block_size
+    count = _count_works(call, FORM)
+    j, m, edges = count * 0, count * 0, count * 0
+    for n in range(count):
+        work = _find_work(n, only, call, FORM)
+        if work.begin < work.end:
+            low, high = work.begin // BLOCK_SIZE, (work.end - 1) // BLOCK_SIZE
+            first = work.begin // KEYS * KEYS
+            ahead = load_entries(work.table, first, low, high, BLOCK_SIZE)
+            row, ready = work.start + work.token, tiles.ready.index(0)
+            mbarrier.wait(tiles.free.index(0), (m & 1) ^ 1)
+            mbarrier.expect(ready, 2 * q_wide.block_type.nbytes + q_rest.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_wide, [row, work.head, 0], ready, tiles.queries)
+            tma.async_copy_global_to_shared(
+                q_rest, [row, work.head, 2 * HALF], ready, tiles.rest_queries
+            )
+            tma.async_copy_global_to_shared(
+                q_wide, [row, work.head, HALF], ready, tiles.right_queries
+            )
+            live_begin = gl.maximum(work.seen, low * BLOCK_SIZE)
+            live_end = gl.minimum(work.length, (high + 1) * BLOCK_SIZE)
+            for key in range(first, work.end, KEYS):
+                entries = ahead
+                ahead = load_entries(work.table, key + KEYS, low, high, BLOCK_SIZE)
+                edge = (key + KEYS > work.length) | (key < work.seen)
+                _load_tile(boxes, tiles, entries, key, j, edge, FORM)
+                if edge:  # 0 * NaN is NaN: what no row sees becomes zeros
+                    at = j % DEPTH
+                    mbarrier.wait(tiles.left_full.index(DEPTH), edges & 1)
+                    mbarrier.wait(tiles.right_full.index(DEPTH), edges & 1)
+                    edges += 1
+                    clear_values(tiles.left.index(at), live_begin - key, live_end - key)
+                    clear_values(tiles.right.index(at), live_begin - key, live_end - key)
+                    fence_async_shared()
+                    mbarrier.arrive(tiles.left_full.index(at), count=1)
+                    mbarrier.arrive(tiles.right_full.index(at), count=1)
+                j += 1
+            m += 1
+
+
+@gluon_function
+def _load_tile(
+    boxes: gl.tensor, tiles: gl.tensor, entries: gl.tensor, key: gl.tensor, j: gl.tensor,
+    edge: gl.tensor, FORM: gl.constexpr,
+) -> None:  # fmt: skip
+    """Start the copies of the j-th tile's pieces, as each has room; `edge`: it lands apart."""
+    _, _, c_wide, c_rest = boxes
+    HALF: gl.constexpr = FORM.half
     COPY: gl.constexpr = c_wide.block_shape[0]
-    COPIES: gl.constexpr = KEYS // COPY
-    low, high = work.begin // BLOCK_SIZE, (work.end - 1) // BLOCK_SIZE
-    first = work.begin // KEYS * KEYS
-    ahead = load_entries(work.table, first, low, high, BLOCK_SIZE)
-    lane = gl.arange(0, 32, ahead.type.layout)
-    row, ready = work.start + work.token, tiles.ready.index(0)
-    mbarrier.expect(ready, 2 * q_wide.block_type.nbytes + q_rest.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_wide, [row, work.head, 0], ready, tiles.queries)
-    tma.async_copy_global_to_shared(q_rest, [row, work.head, 2 * HALF], ready, tiles.rest_queries)
-    tma.async_copy_global_to_shared(q_wide, [row, work.head, HALF], ready, tiles.right_queries)
-    live_begin = gl.maximum(work.seen, low * BLOCK_SIZE)
-    live_end = gl.minimum(work.length, (high + 1) * BLOCK_SIZE)
-    edges = first * 0
-    for i in range((work.end - first + KEYS - 1) // KEYS):
-        key, at, phase = first + i * KEYS, i % DEPTH, (i // DEPTH & 1) ^ 1
-        entries, ahead = ahead, load_entries(work.table, key + KEYS, low, high, BLOCK_SIZE)
-        edge = (key + KEYS > work.length) | (key < work.seen)
-        to = gl.where(edge, DEPTH, at)
-        left_full, right_full = tiles.left_full.index(to), tiles.right_full.index(to)
-        mbarrier.wait(tiles.left_empty.index(at), phase)
-        mbarrier.expect(left_full, COPIES * (c_wide.block_type.nbytes + c_rest.block_type.nbytes))
-        for c in gl.static_range(COPIES):
-            slot = gl.sum(gl.where(lane == c, entries, 0), 0) * FORM.slots + key % BLOCK_SIZE
-            tma.async_copy_global_to_shared(
-                c_wide, [slot, 0, 0], left_full, tiles.left.index(at).slice(c * COPY, COPY, 0)
-            )
-            tma.async_copy_global_to_shared(
-                c_rest, [slot, 0, 2 * HALF], left_full, tiles.rest.index(at).slice(c * COPY, COPY, 0)
-            )
-        mbarrier.wait(tiles.right_empty.index(at), phase)
-        mbarrier.expect(right_full, COPIES * c_wide.block_type.nbytes)
-        for c in gl.static_range(COPIES):
-            slot = gl.sum(gl.where(lane == c, entries, 0), 0) * FORM.slots + key % BLOCK_SIZE
-            tma.async_copy_global_to_shared(
-                c_wide, [slot, 0, HALF], right_full, tiles.right.index(at).slice(c * COPY, COPY, 0)
-            )
-        if edge:  # 0 * NaN is NaN: what no row sees becomes zeros
-            mbarrier.wait(left_full, edges & 1)
-            mbarrier.wait(right_full, edges & 1)
-            edges += 1
-            clear_values(tiles.left.index(at), live_begin - key, live_end - key)
-            clear_values(tiles.right.index(at), live_begin - key, live_end - key)
-            fence_async_shared()
-            mbarrier.arrive(tiles.left_full.index(at), count=1)
-            mbarrier.arrive(tiles.right_full.index(at), count=1)
+    COPIES: gl.constexpr = tiles.left.shape[1] // COPY
+    lane = gl.arange(0, 32, entries.type.layout)
+    at, phase = j % DEPTH, (j // DEPTH & 1) ^ 1
+    to = gl.where(edge, DEPTH, at)
+    left_full, right_full = tiles.left_full.index(to), tiles.right_full.index(to)
+    mbarrier.wait(tiles.left_empty.index(at), phase)
+    mbarrier.expect(left_full, COPIES * (c_wide.block_type.nbytes + c_rest.block_type.nbytes))
+    for c in gl.static_range(COPIES):
+        slot = gl.sum(gl.where(lane == c, entries, 0), 0) * FORM.slots
+        slot += key % FORM.layer.block_size
+        part = tiles.left.index(at).slice(c * COPY, COPY, 0)
+        tma.async_copy_global_to_shared(c_wide, [slot, 0, 0], left_full, part)
+        part = tiles.rest.index(at).slice(c * COPY, COPY, 0)
+        tma.async_copy_global_to_shared(c_rest, [slot, 0, 2 * HALF], left_full, part)
+    mbarrier.wait(tiles.right_empty.index(at), phase)
+    mbarrier.expect(right_full, COPIES * c_wide.block_type.nbytes)
+    for c in gl.static_range(COPIES):
+        slot = gl.sum(gl.where(lane == c, entries, 0), 0) * FORM.slots
+        slot += key % FORM.layer.block_size
+        part = tiles.right.index(at).slice(c * COPY, COPY, 0)
+        tma.async_copy_global_to_shared(c_wide, [slot, 0, HALF], right_full, part)
 
 
 @gluon_function
@@ -235,10 +312,9 @@ def _soften(
 
 
 @gluon_function
-def _publish(
-    weights: gl.tensor, rescale: gl.tensor, tiles: gl.tensor
-) -> None:
-    """Leave a tile's weights for the second group."""
+def _publish(weights: gl.tensor, rescale: gl.tensor, tiles: gl.tensor, w: gl.tensor) -> None:
+    """Leave a tile's weights for the second group, once it has read the w - 1 before."""
+    mbarrier.wait(tiles.taken.index(0), (w & 1) ^ 1)
     tiles.weights.store(weights.to(tiles.weights.dtype))
     tiles.scales.store(rescale)
     fence_async_shared()
@@ -247,9 +323,24 @@ def _publish(
 
 @gluon_function
 def _lead(
-    tiles: gl.tensor, work: gl.tensor, target: gl.tensor, FORM: gl.constexpr
+    tiles: gl.tensor, only: gl.tensor, call: gl.tensor, target: gl.tensor, FORM: gl.constexpr
 ) -> None:
-    """The first group: logits, weights and the left half of the sums."""
+    """The first group: logits, weights and the left half of the sums of all work."""
+    count = _count_works(call, FORM)
+    j, m = count * 0, count * 0
+    for n in range(count):
+        work = _find_work(n, only, call, FORM)
+        if work.begin < work.end:
+            j = _lead_rows(tiles, work, target, j, m, FORM)
+            m += 1
+
+
+@gluon_function
+def _lead_rows(
+    tiles: gl.tensor, work: gl.tensor, target: gl.tensor, j: gl.tensor, m: gl.tensor,
+    FORM: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """The first group's share of the m-th work, whose first tile is the j-th; the next tile."""
     LAYER: gl.constexpr = FORM.layer
     KEYS: gl.constexpr = tiles.left.shape[1]
     HALF: gl.constexpr = tiles.left.shape[3]
@@ -267,68 +358,71 @@ def _lead(
         total = gl.where(has_sink, 1.0, total)
     sums = gl.full([_COUNT, HALF], 0.0, gl.float32, SUMS)
     first = work.begin // KEYS * KEYS
-    steps = (work.end - first + KEYS - 1) // KEYS
-    mbarrier.wait(tiles.ready.index(0), 0)
-    logits = warpgroup_mma_wait(0, deps=[_multiply_keys(tiles, first * 0)])
+    mbarrier.wait(tiles.ready.index(0), m & 1)
+    logits = warpgroup_mma_wait(0, deps=[_multiply_keys(tiles, j)])
     weights, highest, total, rescale = _soften(logits, highest, total, first, last, work, FORM)
-    _publish(weights, rescale, tiles)
-    for i in range(1, steps):
-        before = (i - 1) % DEPTH
+    _publish(weights, rescale, tiles, j + m)
+    for key in range(first + KEYS, work.end, KEYS):
         p = gl.convert_layout(weights.to(tiles.left.dtype), LEFT)
-        values = tiles.left.index(before).reshape([KEYS, HALF])
+        values = tiles.left.index(j % DEPTH).reshape([KEYS, HALF])
         sums = warpgroup_mma(p, values, sums, is_async=True)
-        logits = _multiply_keys(tiles, i)
+        logits = _multiply_keys(tiles, j + 1)
         sums, logits = warpgroup_mma_wait(3, deps=[sums, logits])
-        mbarrier.arrive(tiles.left_empty.index(before), count=1)
+        mbarrier.arrive(tiles.left_empty.index(j % DEPTH), count=1)
+        j += 1
         logits, sums = warpgroup_mma_wait(0, deps=[logits, sums])
-        mbarrier.arrive(tiles.turn.index(0), count=1)
-        weights, highest, total, rescale = _soften(
-            logits, highest, total, first + i * KEYS, last, work, FORM
-        )
+        weights, highest, total, rescale = _soften(logits, highest, total, key, last, work, FORM)
+        _publish(weights, rescale, tiles, j + m)
         sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
-        mbarrier.wait(tiles.taken.index(0), (i - 1) & 1)
-        _publish(weights, rescale, tiles)
+    mbarrier.arrive(tiles.free.index(0), count=1)
     p = gl.convert_layout(weights.to(tiles.left.dtype), LEFT)
-    values = tiles.left.index((steps - 1) % DEPTH).reshape([KEYS, HALF])
+    values = tiles.left.index(j % DEPTH).reshape([KEYS, HALF])
     sums = warpgroup_mma(p, values, sums, is_async=True)
-    mbarrier.arrive(tiles.turn.index(0), count=1)
-    sums = warpgroup_mma_wait(0, deps=[sums])
     share = 1.0 / gl.where(total > 0, total, 1.0)  # a row may see nothing of a part
-    mbarrier.wait(tiles.taken.index(0), (steps - 1) & 1)
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    mbarrier.arrive(tiles.left_empty.index(j % DEPTH), count=1)
+    j += 1
+    mbarrier.wait(tiles.taken.index(0), ((j + m) & 1) ^ 1)
     tiles.scales.store(share)
     mbarrier.arrive(tiles.weighed.index(0), count=1)
     _store(sums, gl.convert_layout(share, gl.SliceLayout(1, SUMS)), work, target, 0, FORM)
-    if not work.is_final:
+    if FORM.cuts:
         at = target.place + token * LAYER.num_heads + head
         lse = highest + gl.log2(total)
-        gl.store(target.partial + target.rows * (2 * HALF) + at, lse, mask=live)
+        gl.store(target.partial + target.rows * (2 * HALF) + at, lse, mask=live & ~work.is_final)
+    return j
 
 
 @gluon_function
 def _follow(
-    tiles: gl.tensor, work: gl.tensor, target: gl.tensor, FORM: gl.constexpr
+    tiles: gl.tensor, only: gl.tensor, call: gl.tensor, target: gl.tensor, FORM: gl.constexpr
 ) -> None:
-    """The second group: the right half of the sums."""
+    """The second group: the right half of the sums of all work."""
     KEYS: gl.constexpr = tiles.right.shape[1]
     HALF: gl.constexpr = tiles.right.shape[3]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    sums = gl.full([_COUNT, HALF], 0.0, gl.float32, SUMS)
-    first = work.begin // KEYS * KEYS
-    steps = (work.end - first + KEYS - 1) // KEYS
-    for i in range(steps):
-        at = i % DEPTH
-        mbarrier.wait(tiles.weighed.index(0), i & 1)
-        sums = sums * tiles.scales.load(gl.SliceLayout(1, SUMS))[:, None]
-        mbarrier.wait(tiles.right_full.index(at), i // DEPTH & 1)
-        mbarrier.wait(tiles.turn.index(0), i & 1)
-        values = tiles.right.index(at).reshape([KEYS, HALF])
-        sums = warpgroup_mma(tiles.weights, values, sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        mbarrier.arrive(tiles.right_empty.index(at), count=1)
-        mbarrier.arrive(tiles.taken.index(0), count=1)
-    mbarrier.wait(tiles.weighed.index(0), steps & 1)
-    share = tiles.scales.load(gl.SliceLayout(1, SUMS))
-    _store(sums, share, work, target, HALF, FORM)
+    count = _count_works(call, FORM)
+    j, m = count * 0, count * 0
+    for n in range(count):
+        work = _find_work(n, only, call, FORM)
+        if work.begin < work.end:
+            sums = gl.full([_COUNT, HALF], 0.0, gl.float32, SUMS)
+            for _ in range(work.begin // KEYS * KEYS, work.end, KEYS):
+                at = j % DEPTH
+                mbarrier.wait(tiles.weighed.index(0), (j + m) & 1)
+                sums = sums * tiles.scales.load(gl.SliceLayout(1, SUMS))[:, None]
+                mbarrier.wait(tiles.right_full.index(at), j // DEPTH & 1)
+                values = tiles.right.index(at).reshape([KEYS, HALF])
+                sums = warpgroup_mma(tiles.weights, values, sums, is_async=True)
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                mbarrier.arrive(tiles.right_empty.index(at), count=1)
+                mbarrier.arrive(tiles.taken.index(0), count=1)
+                j += 1
+            mbarrier.wait(tiles.weighed.index(0), (j + m) & 1)
+            share = tiles.scales.load(gl.SliceLayout(1, SUMS))
+            mbarrier.arrive(tiles.taken.index(0), count=1)
+            m += 1
+            _store(sums, share, work, target, HALF, FORM)
 
 
 @gluon_function
@@ -338,20 +432,27 @@ def _store(
 ) -> None:  # fmt: skip
     """Store the rows' values from number FIRST on, as results or as a part's."""
     LAYER: gl.constexpr = FORM.layer
-    token, head, live = _rows_of(work, gl.SliceLayout(1, sums.type.layout), FORM)
-    dim = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))[None, :]
+    HALF: gl.constexpr = sums.shape[1]
+    WIDE: gl.constexpr = FORM.stored
     result = sums * share[:, None]
-    if work.is_final:
-        to = (work.start + token).to(gl.int64) * target.o_stride + head * LAYER.o_head
-        rounded = result.to(target.out.dtype.element_ty)
-        gl.store(target.out + to[:, None] + dim, rounded, mask=live[:, None])
-    else:
+    if FORM.cuts:
+        token, head, live = _rows_of(work, gl.SliceLayout(1, sums.type.layout), FORM)
+        dim = FIRST + gl.arange(0, HALF, gl.SliceLayout(0, sums.type.layout))[None, :]
         at = target.place + token * LAYER.num_heads + head
-        gl.store(target.partial + at[:, None] * LAYER.head_dim + dim, result, mask=live[:, None])
+        there = (live & ~work.is_final)[:, None]
+        gl.store(target.partial + at[:, None] * LAYER.head_dim + dim, result, mask=there)
+    token, head, live = _rows_of(work, gl.SliceLayout(1, WIDE), FORM)
+    dim = FIRST + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))[None, :]
+    to = (work.start + token).to(gl.int64) * FORM.token_stride + head * LAYER.o_head
+    rounded = gl.convert_layout(result.to(target.out.dtype.element_ty), FORM.swapped)
+    rounded = gl.convert_layout(rounded, WIDE)
+    gl.store(target.out + to[:, None] + dim, rounded, mask=(live & work.is_final)[:, None])
 
 
 @gluon_function
-def _attend(boxes: gl.tensor, work: gl.tensor, target: gl.tensor, FORM: gl.constexpr) -> None:
+def _attend(
+    boxes: gl.tensor, work: gl.tensor, call: gl.tensor, target: gl.tensor, FORM: gl.constexpr
+) -> None:
     """What both kernels do once they know their work."""
     q_wide, q_rest, c_wide, c_rest = boxes
     HALF: gl.constexpr = FORM.half
@@ -369,21 +470,21 @@ def _attend(boxes: gl.tensor, work: gl.tensor, target: gl.tensor, FORM: gl.const
         gl.allocate_shared_memory(dtype, [DEPTH, KEYS, 1, REST], c_rest.layout),
         gl.allocate_shared_memory(dtype, [_COUNT, KEYS], WEIGHTS),
         gl.allocate_shared_memory(gl.float32, [_COUNT], PLAIN),
-        allocate_barriers(1, 1),
+        allocate_barriers(1, 1), allocate_barriers(1, 1),
         allocate_barriers(DEPTH + 1, 1), allocate_barriers(DEPTH, 1),
         allocate_barriers(DEPTH + 1, 1), allocate_barriers(DEPTH, 1),
-        allocate_barriers(1, 1), allocate_barriers(1, 1), allocate_barriers(1, 1),
+        allocate_barriers(1, 1), allocate_barriers(1, 1),
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([
-        (_lead, (tiles, work, target, FORM)),
-        (_follow, (tiles, work, target, FORM)),
-        (_load, (boxes, tiles, work, FORM)),
+        (_lead, (tiles, work, call, target, FORM)),
+        (_follow, (tiles, work, call, target, FORM)),
+        (_load, (boxes, tiles, work, call, FORM)),
     ], [4, 1], FORM.registers)  # fmt: skip
 
 
 @launcher(
-    integers=("o_stride", "num_seqs", "table_stride", "most", "window", "target"),
+    integers=("num_seqs", "table_stride", "most", "window", "target"),
     indices=("query_start_loc", "seq_lens", "tables"),
     pointers=("out", "sinks"),
     boxes=4,
@@ -396,7 +497,7 @@ def attend_part(
     c_rest: gl.tensor,
     out: gl.tensor, sinks: gl.tensor, partial: gl.tensor,
     query_start_loc: gl.tensor, seq_lens: gl.tensor, tables: gl.tensor,
-    o_stride: gl.tensor, num_seqs: gl.tensor, table_stride: gl.tensor,
+    num_seqs: gl.tensor, table_stride: gl.tensor,
     most: gl.tensor, target: gl.tensor, window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
     FORM: gl.constexpr,
 ) -> None:  # fmt: skip
@@ -425,44 +526,28 @@ def attend_part(
     )  # fmt: skip
     rows = gl.num_programs(1) * gl.num_programs(2) * most * LAYER.num_heads
     place = item * most * LAYER.num_heads
-    into = _Target(out, o_stride, sinks, partial, place, rows)
-    _attend((q_wide, q_rest, c_wide, c_rest), work, into, FORM)
+    into = _Target(out, sinks, partial, place, rows)
+    _attend((q_wide, q_rest, c_wide, c_rest), work, lengths, into, FORM)
 
 
 @launcher(
-    integers=("o_stride", "num_seqs", "table_stride", "shortest", "window"),
-    indices=("query_start_loc", "seq_lens", "tables"),
+    integers=("table_stride", "window"),
+    indices=("tables", "work"),
     pointers=("out", "sinks"),
     boxes=4,
     in_gluon=True,
 )
 def attend_tile(
     q_wide: gl.tensor, q_rest: gl.tensor, c_wide: gl.tensor, c_rest: gl.tensor,
-    out: gl.tensor, sinks: gl.tensor,
-    query_start_loc: gl.tensor, seq_lens: gl.tensor, tables: gl.tensor,
-    o_stride: gl.tensor, num_seqs: gl.tensor, table_stride: gl.tensor, shortest: gl.tensor,
-    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, FORM: gl.constexpr,
+    out: gl.tensor, sinks: gl.tensor, tables: gl.tensor,
+    work: gl.tensor,  # int32, of prefill_order
+    table_stride: gl.tensor, window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
+    FORM: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend a tile of tokens with a slice of the heads; the parameters are those above."""
-    LAYER: gl.constexpr = FORM.layer
-    tile = gl.num_programs(1) - 1 - gl.program_id(1)
-    s, start, query_len, first, token = find_tile(
-        query_start_loc, seq_lens, num_seqs, tile, FORM.tokens
-    )
-    if (query_len < shortest) | (token >= query_len):
-        return
-    begin, seen = first * 0, first * 0
-    if LAYER.has_window:
-        seen = gl.maximum(first - window + 1, 0)
-        begin = gl.maximum(first + token - window + 1, 0)
-    work = _Work(
-        tables + s.to(gl.int64) * table_stride, begin,
-        first + gl.minimum(token + FORM.tokens, query_len), seen, first + query_len,
-        query_len, start, token, gl.program_id(0) * FORM.heads, window, scale, soft_cap,
-        first >= 0, first >= 0,
-    )  # fmt: skip
-    into = _Target(out, o_stride, sinks, out, first, first)
-    _attend((q_wide, q_rest, c_wide, c_rest), work, into, FORM)
+    """Attend tiles of tokens with slices of the heads; other parameters are those above."""
+    call = _Call(tables, table_stride, work, window, scale, soft_cap)
+    into = _Target(out, sinks, out, table_stride, table_stride)
+    _attend((q_wide, q_rest, c_wide, c_rest), call, call, into, FORM)
 
 
 class Form(NamedTuple):
@@ -473,6 +558,8 @@ class Form(NamedTuple):
     """A program."""
     slots: int
     """From block to block."""
+    token_stride: int
+    """Of out."""
     cut: Cut | None = None
     """Of parts; None: of tiles of tokens."""
     chained: bool = False
@@ -482,9 +569,35 @@ class Form(NamedTuple):
     registers: tuple[int, int] = REGISTERS
 
     @property
+    def cuts(self) -> bool:
+        """A program has one part; otherwise tiles of tokens."""
+        return self.cut is not None
+
+    @property
     def half(self) -> int:
         """Numbers of a value that a group has."""
         return self.layer.head_dim // 2
+
+    @property
+    def swapped(self) -> gl.DistributedLinearLayout:
+        """A group's sums, each in the warp that had it, with four numbers of a row in a thread."""
+        return self._sums((1, 2), (8, 4), 16)
+
+    @property
+    def stored(self) -> gl.DistributedLinearLayout:
+        """With eight. In two steps the compiler takes shuffles, in one it wants shared memory."""
+        return self._sums((1, 2, 4), (8, 16), 32)
+
+    def _sums(
+        self, first: tuple[int, ...], lanes: tuple[int, ...], then: int
+    ) -> gl.DistributedLinearLayout:
+        """How columns lie: these in a thread's first registers, in lanes, and from `then` on."""
+        rest = [then << i for i in range((self.half // then).bit_length() - 1)]
+        registers = [*([0, n] for n in first), [8, 0], *([0, n] for n in rest)]
+        across = [*([0, n] for n in lanes), [1, 0], [2, 0], [4, 0]]
+        return gl.DistributedLinearLayout(
+            registers, across, [[16, 0], [32, 0]], [], [ROWS, self.half]
+        )
 
     @property
     def tokens(self) -> int:
@@ -494,13 +607,23 @@ class Form(NamedTuple):
     @property
     def slices(self) -> int:
         """Programs that share the heads of a token."""
-        return -(-self.layer.num_heads // self.heads)
+        return slices_of(self.layer.num_heads)
 
 
-def form_of(layer: Layer, cache: KVCache, cut: Cut | None, *, chained: bool) -> Form:
+def heads_a_program(num_heads: int) -> int:
+    """As many as there are, as a power of two, or as there are rows."""
+    return min(ROWS, power_of_two(num_heads))
+
+
+def slices_of(num_heads: int) -> int:
+    """Programs that share the heads of a token."""
+    return ceil_div(num_heads, heads_a_program(num_heads))
+
+
+def form_of(layer: Layer, cache: KVCache, out: Tensor, cut: Cut | None, *, chained: bool) -> Form:
     """What a kernel for such a layer is compiled for."""
-    heads = min(ROWS, power_of_two(layer.num_heads))
-    return Form(layer, heads, cache.k.stride(0) // cache.k.stride(1), cut, chained)
+    slots = cache.k.stride(0) // cache.k.stride(1)
+    return Form(layer, heads_a_program(layer.num_heads), slots, out.stride(0), cut, chained)
 
 
 def boxes_of(form: Form, query: Tensor, cache: KVCache) -> tuple[Box, ...]:
