@@ -139,6 +139,8 @@ async def converse(
     request: Request,
     form: Callable[[ChatRequest, Service, Sequence[Reader]], Form] = _Messages,
     fields: Mapping[str, str] | None = None,
+    *,
+    is_cut: bool = False,
 ) -> Response:
     """Answer a conversation.
 
@@ -148,6 +150,7 @@ async def converse(
         request: it, as it came.
         form: makes what writes the answer.
         fields: what the request calls fields of `body`, where it has other names for them.
+        is_cut: whether the most tokens of the answer are cut to what the model's length allows.
 
     Raises:
         ApiError: it is refused, or fails before anything was sent.
@@ -159,8 +162,9 @@ async def converse(
     max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, name = body.max_tokens, "max_tokens"
-    if max_tokens is None:
-        max_tokens = max(1, service.engine.engine.max_model_len - len(prompt))
+    room = max(1, service.engine.engine.max_model_len - len(prompt))
+    if max_tokens is None or (is_cut and max_tokens > room):
+        max_tokens = room
     names = {
         "prompt": "messages",
         "max_tokens": name,
