@@ -180,6 +180,8 @@ async def converse(
         params = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     except InvalidArgumentError as error:
         raise api_error(error, names) from error
+    if params.grammar is not None and read_as.reasoning is not None:
+        params = replace(params, grammar=params.grammar.behind(*read_as.reasoning))
     if read_as.template is not None:
         params = replace(params, skip_special_tokens=False)  # some of them mark regions
     turns = await service.turns(body.messages, prompt, body)
@@ -200,9 +202,10 @@ async def converse(
 def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) -> ReadingForm:
     """How the answer of a request is read."""
     if body.must_call:
-        return service.reading.demanded(body.chosen)
+        return service.reading.demanded(prompt, body.chosen)
+    is_guided = body.grammar_field != ""
     if not body.may_call:
-        return service.reading.free(() if body.grammar_field else prompt)
+        return service.reading.free(prompt, is_guided=is_guided)
     if not service.reading.knows_calls:
         raise ApiError(
             400,
@@ -212,7 +215,7 @@ def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) ->
         )
     tools: list[dict[str, object]] = [tool.model_dump() for tool in body.tools or ()]
     most_calls = 1 if body.parallel_tool_calls is False else None
-    return service.reading.free(() if body.grammar_field else prompt, tools, most_calls)
+    return service.reading.free(prompt, tools, most_calls, is_guided=is_guided)
 
 
 def chat(service: Service) -> APIRouter:
