@@ -103,6 +103,11 @@ class Scheduler:
         self._drafts: dict[int, tuple[int, ...]] = {}  # draft tokens that it verifies, likewise
 
     @property
+    def tiers(self) -> TierTransfers | None:
+        """The tiers behind the pool; None: there are none. O(1)."""
+        return self._tiers
+
+    @property
     def running(self) -> tuple[Request, ...]:
         """The running requests, in order. O(num_running)."""
         return tuple(self._running)

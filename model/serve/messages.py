@@ -176,6 +176,12 @@ class CountRequest(OtherRequest):
         return fields
 
 
+class Metadata(Lenient):
+    """Whose request it is."""
+
+    user_id: Text | None = None
+
+
 class MessagesRequest(CountRequest):
     """`POST /v1/messages`."""
 
@@ -185,12 +191,13 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
 
     def translated(self) -> dict[str, object]:
         """It as the fields of a chat. O(messages)."""
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         more = {name: getattr(self, name) for name in names}
+        more["user"] = self.metadata and self.metadata.user_id
         return {**super().translated(), **more, "stop": self.stop_sequences}
 
 

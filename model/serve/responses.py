@@ -114,6 +114,7 @@ class ResponsesRequest(OtherRequest):
     stream: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    user: Text | None = None
     # Taken, and nothing follows from them, or refused unless they ask for nothing.
     store: bool | None = None
     include: Many[str] | None = None
@@ -133,7 +134,7 @@ class ResponsesRequest(OtherRequest):
         Raises:
             ApiError: the arguments of a call are no JSON object.
         """
-        names = ("model", "parallel_tool_calls", "temperature", "top_p", "stream")
+        names = ("model", "parallel_tool_calls", "temperature", "top_p", "stream", "user")
         fields = {name: getattr(self, name) for name in names}
         if self.tools is not None:
             fields["tools"] = [_function(tool) for tool in self.tools]

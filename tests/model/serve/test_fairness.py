@@ -36,33 +36,49 @@ def test_a_second_client_waits_at_most_three_times_as_long_as_alone(make_engine,
     assert (steps_to_first_token(engine, client, most) <= most) is (client == "new")
 
 
-def clients_of(served, bodies, keys=(None,)):
-    """The clients of the requests that these bodies make, sent with these keys in turn."""
+COMPLETION = ("/v1/completions", {"prompt": "x", "max_tokens": 1})
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+def clients_of(served, *asked):
+    """The clients of requests, each a path, a body and the key that it shows."""
     seen = []
 
     def spy(engine):
         submit = engine.submit
-        engine.submit = lambda asked: seen.append(asked.client) or submit(asked)
+        engine.submit = lambda one: seen.append(one.client) or submit(one)
 
     served.call(spy)
     with httpx.Client(base_url=served.url, timeout=DEADLINE_S) as http:
-        for body, key in zip(bodies, keys, strict=True):
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            asked = {"prompt": "x", "max_tokens": 1} | body
-            assert http.post("/v1/completions", json=asked, headers=headers).status_code == 200
+        for path, body, key in asked:
+            headers = {"Authorization": f"Bearer {key}"}
+            assert http.post(path, json=body, headers=headers).status_code == 200
     return seen
 
 
 def test_the_field_user_says_whose_a_request_is(make_engine):
+    path, body = COMPLETION
+    asked = [
+        (path, body, "none"),
+        (path, body | {"user": "red"}, "none"),
+        ("/v1/chat/completions", CHAT | {"user": "blue"}, "none"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "user": "green"}, "none"),
+        ("/v1/messages", CHAT | {"metadata": {"user_id": "grey"}}, "none"),
+    ]
     with Served(AsyncEngine(make_engine), ServeConfig(port=0)) as served:
-        assert clients_of(served, [{}, {"user": "red"}], [None, None]) == [None, "red"]
+        assert clients_of(served, *asked) == [None, "red", "blue", "green", "grey"]
 
 
 def test_where_clients_have_keys_the_key_says_it(make_engine):
+    path, body = COMPLETION
     config = ServeConfig(port=0, api_keys=("one", "two"))
     with Served(AsyncEngine(make_engine), config) as served:
-        bodies = [{"user": "red"}, {"user": "blue"}, {}]
-        first, same, other = clients_of(served, bodies, ["one", "one", "two"])
+        first, same, other = clients_of(
+            served,
+            (path, body | {"user": "red"}, "one"),
+            (path, body | {"user": "blue"}, "one"),
+            (path, body, "two"),
+        )
     assert first == same != other
     assert not {first, other} & {None, "red", "blue"}
     assert "one" not in first
