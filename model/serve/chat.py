@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -59,21 +58,23 @@ class _Messages(EventForm):
         )
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
-        reader = self._readers[delta.sample]
-        parts, reason = read(reader, delta)
-        said = [f'"delta":{quoted(_delta(part))}' for part in parts]
+        parts, reason = read(self._readers[delta.sample], delta)
+        said = [f'"delta":{_delta(part)}' for part in parts]
         tells_tokens = self._tells_logprobs or self._tells_ids
         if not said and (tells_tokens or delta.finish_reason is not None):
             said = ['"delta":{}']
-        return chain.from_iterable(
-            chain(
-                (self._begin,),
-                self._choice(each, one, reason if number == len(said) else "null"),
-                (self._end(stream, each),),
-            )
-            for number, one in enumerate(said, 1)
-            for each in (delta if number == 1 else delta._replace(tokens=()),)
-        )
+        last = len(said) - 1
+        for number, one in enumerate(said):
+            ending = reason if number == last else "null"
+            if tells_tokens:
+                yield self._begin
+                yield from self._choice(delta, one, ending)
+                yield self._end(stream, delta)
+            else:
+                choice = self._plain(delta, one, ending, "")
+                yield f"{self._begin}{choice}{self._end(stream, delta)}"
+            if number < last:
+                delta = delta._replace(tokens=())  # they were told with the first part
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
         choices = (
@@ -98,18 +99,19 @@ class _Messages(EventForm):
         yield "}"
 
 
-def _delta(part: Part) -> dict[str, object]:
-    """A part as an event tells it."""
+def _delta(part: Part) -> str:
+    """A part as an event tells it, as JSON."""
     match part.kind:
         case "content":
-            return {"content": part.text}
+            return f'{{"content":{quoted(part.text)}}}'
         case "reasoning":
-            return {"reasoning_content": part.text}
+            return f'{{"reasoning_content":{quoted(part.text)}}}'
         case "call":
             function = {"name": part.text, "arguments": ""}
             begun = {"id": part.call_id, "type": "function", "function": function}
-            return {"tool_calls": [{"index": part.number, **begun}]}
-    return {"tool_calls": [{"index": part.number, "function": {"arguments": part.text}}]}
+            return quoted({"tool_calls": [{"index": part.number, **begun}]})
+    piece = {"index": part.number, "function": {"arguments": part.text}}
+    return quoted({"tool_calls": [piece]})
 
 
 def _message(parts: Iterable[Part]) -> dict[str, object]:
