@@ -8,6 +8,7 @@ from backends.contract import (
     AttentionTerms,
     Backend,
     Capabilities,
+    IndexCall,
     KVCache,
     KVLayout,
     LayerCall,
@@ -22,6 +23,7 @@ from backends.errors import (
     UnsupportedError,
 )
 from backends.registry import BackendStatus, backend_names, get_backend, list_backends
+from backends.sparse import SparseBackend, choose
 from backends.states import (
     DecayGate,
     LinearAttentionTerms,
@@ -38,6 +40,7 @@ __all__ = [
     "BackendUnavailableError",
     "Capabilities",
     "DecayGate",
+    "IndexCall",
     "InvalidArgumentError",
     "KVCache",
     "KVLayout",
@@ -46,11 +49,13 @@ __all__ = [
     "PagedBatch",
     "SharedPrefix",
     "ShortConvTerms",
+    "SparseBackend",
     "StateBackend",
     "StateBatch",
     "UnknownBackendError",
     "UnsupportedError",
     "backend_names",
+    "choose",
     "get_backend",
     "list_backends",
 ]

@@ -240,3 +240,73 @@ def _check_rows(
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
+
+
+def check_score_index(
+    backend: Backend,
+    query: Tensor,
+    weights: Tensor,
+    cache: KVCache,
+    batch: PagedBatch,
+    first_row: int,
+    out: Tensor,
+) -> None:
+    """The arguments of `score_index` agree with each other and the capabilities."""
+    limit, device = backend.capabilities.max_index_dim, cache.k.device
+    check_cache(backend, cache)
+    index_dim = cache.k.shape[3]
+    if not cache.is_latent or cache.v.shape[3] != index_dim or index_dim > limit:
+        wanted = f"latents of at most {limit} numbers, all of them values"
+        raise UnsupportedError("cache", wanted, f"{index_dim}, {cache.v.shape[3]} of them values")
+    if cache.k.dtype not in backend.capabilities.dtypes:
+        names = _names(backend.capabilities.dtypes)
+        raise UnsupportedError("cache.k", f"index keys of {names}", str(cache.k.dtype))
+    if batch.device != device:
+        raise InvalidArgumentError("batch", f"device {device}", f"device {batch.device}")
+    shape = (batch.num_tokens, None, index_dim)
+    require_tensor("query", query, dtype=cache.k.dtype, shape=shape, device=device)
+    heads = tuple(query.shape[:2])
+    require_tensor("weights", weights, dtype=torch.float32, shape=heads, device=device)
+    _check_scores("out", out, batch, first_row)
+    room = batch.block_table.shape[1] * cache.k.shape[1]
+    if room < batch.max_seq_len:
+        wanted = f"entries for max_seq_len = {batch.max_seq_len} tokens"
+        raise InvalidArgumentError("batch.block_table", wanted, f"entries for {room}")
+
+
+def check_choose_tokens(
+    backend: Backend, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor
+) -> None:
+    """The arguments of `choose_tokens` agree with each other and the capabilities."""
+    _check_scores("scores", scores, batch, first_row)
+    _check_chosen(backend, "out", out, scores.shape[0], scores.device)
+
+
+def check_attend_chosen(
+    backend: Backend, batch: PagedBatch, chosen: Tensor, terms: AttentionTerms
+) -> None:
+    """What `attend_chosen` takes beside the arguments of `paged_attention`, which checks these."""
+    _check_chosen(backend, "chosen", chosen, batch.num_tokens, batch.device)
+    if terms.window is not None:
+        raise UnsupportedError("terms.window", "None beside chosen tokens", str(terms.window))
+
+
+def _check_scores(name: str, scores: Tensor, batch: PagedBatch, first_row: int) -> None:
+    require_tensor(name, scores, dtype=torch.float32, shape=(None, None), device=batch.device)
+    if scores.shape[1] < batch.max_seq_len:
+        wanted = f"[num_rows, at least {batch.max_seq_len}]"
+        raise InvalidArgumentError(name, wanted, f"shape {list(scores.shape)}")
+    if not 0 <= first_row <= batch.num_tokens - scores.shape[0]:
+        wanted = f"0 .. {batch.num_tokens - scores.shape[0]}, for {scores.shape[0]} rows"
+        raise InvalidArgumentError("first_row", wanted, str(first_row))
+
+
+def _check_chosen(
+    backend: Backend, name: str, chosen: Tensor, num_rows: int, device: torch.device
+) -> None:
+    shape = (num_rows, None)
+    require_tensor(name, chosen, dtype=torch.int32, shape=shape, device=device)
+    limit = backend.capabilities.max_chosen
+    if not chosen.is_contiguous() or not 0 < chosen.shape[1] <= limit:
+        wanted = f"1 .. {limit} positions a row, without gaps"
+        raise UnsupportedError(name, wanted, f"shape {list(chosen.shape)}")

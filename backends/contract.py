@@ -334,6 +334,20 @@ class Capabilities:
     states. If there are any, the backend is a `StateBackend`."""
     max_state_dim: int = 0
     """The two dimensions of a head's state at most."""
+    max_index_dim: int = 0
+    """Numbers of an index key at most, under any number of index heads; 0: it has no index. If it
+    has one, the backend is a `SparseBackend`."""
+    max_chosen: int = 0
+    """Tokens at most that a query chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCall:
+    """How a layer will call a backend for its index."""
+
+    num_heads: int
+    cache: KVCache
+    """Of index keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +362,10 @@ class LayerCall:
     terms: AttentionTerms
     shared_prefix: bool = False
     """Whether batches may say what they share."""
+    num_chosen: int = 0
+    """Tokens that a query attends to at most, where it attends to chosen ones; 0: to all."""
+    index: IndexCall | None = None
+    """Its own index; None: it has none."""
 
 
 @runtime_checkable

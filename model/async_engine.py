@@ -278,10 +278,10 @@ class AsyncEngine:
             every = await self._encode(asked)
             compiled = await self._compile(asked)
             self._check_serving()
-        stops = [each.params.stop for each in asked for _ in range(each.num_samples)]
+        params = [each.params for each in asked for _ in range(each.num_samples)]
 
         def open_them(requests: list[Request]) -> TokenStream:
-            return self._opened(requests, stops, arrived_s)
+            return self._opened(requests, params, arrived_s)
 
         def submit_them(engine: EngineCore) -> list[Request]:
             requests = engine.submit_all(every)
@@ -439,13 +439,13 @@ class AsyncEngine:
             raise
 
     def _opened(
-        self, requests: Sequence[Request], stops: Sequence[tuple[str, ...]], arrived_s: float
+        self, requests: Sequence[Request], params: Sequence[SamplingParams], arrived_s: float
     ) -> TokenStream:
         """The stream of requests that were queued; nothing of them has come yet."""
         model = self.engine.model
         samples = [
-            Sample(number, request, model.open_text(stop), arrived_s)
-            for number, (request, stop) in enumerate(zip(requests, stops, strict=True))
+            Sample(number, request, model.open_text(each), arrived_s)
+            for number, (request, each) in enumerate(zip(requests, params, strict=True))
         ]
         stream = TokenStream(self.abort, samples)
         for sample in samples:

@@ -7,10 +7,10 @@ Does not know: how blocks are found (`kvcore`), how attention is computed (`back
 a command line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import backends
 import kvcore
@@ -18,6 +18,7 @@ from model.caches.memory import MemoryPlan, plan_memory
 from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.config import EngineConfig, SchedulerConfig
 from model.control.drafts import Drafter, NgramDrafts
+from model.control.images import PromptImages
 from model.control.params import SamplingParams
 from model.control.request import Request
 from model.control.scheduler import Scheduler
@@ -26,11 +27,13 @@ from model.engine_core import EngineCore
 from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.forward.batch_invariant import BatchInvariantNetwork
 from model.forward.draft_model import DraftModel
+from model.forward.image_encoder import ImageEncoder
 from model.forward.network import PagedNetwork
 from model.forward.quantised import quantise
 from model.forward.sanitized import SanitizedBackend
 from model.forward.step_runner import StepRunner
 from model.forward.warm_up import free_bytes, prepare_network
+from model.load.images import NoImages
 from model.load.loader import LoadedModel
 from model.sample.grammars import Grammars
 from model.sample.request_sampler import RequestSampler
@@ -38,6 +41,7 @@ from model.twins import TwinCore
 
 if TYPE_CHECKING:
     from model.control.tier_transfers import TierTransfers
+    from model.forward.lora import Adapter
 
 _TRIED_TOKENS = 32
 _TRIED = [  # what may be asked of a request; what is not tried waits for the first that asks it
@@ -62,6 +66,7 @@ class Engine(EngineCore):
 
     Attributes:
         draft: the draft model of speculative decoding; None: there is none.
+        images: runs the vision tower; None: the model takes no images.
 
     Raises:
         InvalidArgumentError: a size is out of range, or memory is too small for it.
@@ -87,8 +92,8 @@ class Engine(EngineCore):
             watched = cast("backends.Backend", self._sanitizer or backend)
             self.network = _network(model, watched, self.config)
             self.config = _fitted(self.config, self.network)
-            if self.config.lora:
-                _add_adapters(self.network, model, self.config.lora)
+            if self.config.has_adapters:
+                _add_adapters(self.network, model, self.config)
             ahead = _draft_network(model, backend, self.config)
             self.memory = _allocate(model, self.network, ahead, self.config)
         else:
@@ -123,6 +128,7 @@ class Engine(EngineCore):
         self._sampler = RequestSampler(
             self.network.vocab_size, self.network.device, self.config.seed, grammars, model.ranks
         )
+        self.images = _image_encoder(model, self.config)
         self._runner = StepRunner(
             self.network,
             BlockMover(self.network.backend, self.network.caches),
@@ -131,6 +137,7 @@ class Engine(EngineCore):
             is_async=by_default if is_asked is None else is_asked,
             sanitizer=self._sanitizer,
             drawn=None if caches_of is None else caches_of._runner.drawn,  # noqa: SLF001
+            images=self.images,
         )
         self.draft = draft
         tiers = self._open_tiers(model, kv) if self.config.has_tiers else None
@@ -143,12 +150,48 @@ class Engine(EngineCore):
         """The LoRA adapters that requests may ask for. O(adapters)."""
         return () if self.network.adapters is None else self.network.adapters.names
 
+    def read_adapter(self, text: str) -> "Adapter":
+        """Read a LoRA adapter, `NAME=PATH`, for `add_adapter`; from any thread. O(its bytes).
+
+        Raises:
+            InvalidArgumentError: it is not of this form, or `max_loras` is not set.
+            ModelError: it is not there, broken, or not one for this network.
+        """
+        if self.config.max_loras is None:
+            raise InvalidArgumentError("lora: wanted --max-loras, without which none is loaded")
+        return self.network.read_adapter(text)
+
+    def add_adapter(self, adapter: "Adapter") -> None:
+        """Let requests ask for an adapter from now on. Between two steps; a pass of a few tokens.
+
+        Raises:
+            InvalidArgumentError: another one has its name, or there are too many.
+            UnsupportedModelError: it cannot be applied to this network exactly.
+        """
+        self.network.add_adapter(adapter, self._namespaces())
+
+    def remove_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; those that are unfinished keep it. Between steps.
+
+        Raises:
+            InvalidArgumentError: there is no such adapter, or `max_loras` is not set.
+        """
+        if self.config.max_loras is None or self.network.adapters is None:
+            raise InvalidArgumentError("lora: wanted --max-loras, without which none is unloaded")
+        self.network.adapters.remove(name, self._namespaces())
+
+    def _namespaces(self) -> list[kvcore.Namespace]:
+        return [request.namespace for request in self._scheduler.unfinished]
+
     def submit(self, asked: Submission) -> list[Request]:
         """Queue a submission: a request for each sample. O(samples * prompt).
 
         Raises:
-            InvalidArgumentError: as `EngineCore.submit`, or an adapter that `lora` does not name.
+            InvalidArgumentError: as `EngineCore.submit`, an adapter that `lora` does not name, or
+                images for a model of text.
         """
+        if asked.images is not None and isinstance(self._model.images, NoImages):
+            raise InvalidArgumentError(f"image: {self._model.images.why}")
         name = getattr(asked.namespace, "lora_name", None)
         if name is not None:
             if self.network.adapters is None:
@@ -158,6 +201,25 @@ class Engine(EngineCore):
             asked = replace(asked, namespace=self.network.adapters.resolve(asked.namespace))
         return super().submit(asked)
 
+    @property
+    def image_limits(self) -> tuple[int, int]:
+        """The most images of a prompt, and the most bytes of one. O(1)."""
+        return self.config.max_images, self.config.max_image_bytes
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        images: Sequence[object] = (),
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[list[int], PromptImages | None]:
+        """As `EngineCore`. O(text + pixels)."""
+        how: dict[str, Any] = {"opens_answer": opens_answer, "options": options}
+        if not images:
+            return super().encode_chat(messages, **how)
+        return self._model.images.encode_chat(messages, images, self.config, **how)
+
     def _open_tiers(self, model: LoadedModel, kv: kvcore.KVCacheManager) -> "TierTransfers":
         """Open host memory and disk behind the caches. Reads all weights once.
 
@@ -166,7 +228,7 @@ class Engine(EngineCore):
         """
         network, sanitizer = self.network, self._sanitizer
         if model.ranks is not None:
-            name = "disk" if self.config.host_memory_bytes is None else "host_memory_bytes"
+            name = self.config.tier_settings[0]
             raise InvalidArgumentError(f"{name}: cannot be used with --tp")
 
         def began(lease: kvcore.Lease) -> None:
@@ -312,10 +374,19 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
     return network
 
 
-def _add_adapters(network: PagedNetwork, model: LoadedModel, texts: Sequence[str]) -> None:
+def _image_encoder(model: LoadedModel, config: EngineConfig) -> ImageEncoder | None:
+    """Runs the vision tower; None: the model takes no images."""
+    if isinstance(model.images, NoImages):
+        return None
+    return ImageEncoder(model.network, model.images, config.encoder_cache_bytes)
+
+
+def _add_adapters(network: PagedNetwork, model: LoadedModel, config: EngineConfig) -> None:
     if model.ranks is not None:
         raise UnsupportedModelError("lora: wanted a whole network, several ranks share this one")
-    network.add_adapters(texts)
+    network.allow_adapters(config.max_loras)
+    for text in config.lora:
+        network.add_adapter(network.read_adapter(text))
 
 
 def _fitted(config: EngineConfig, network: PagedNetwork) -> EngineConfig:

@@ -17,12 +17,13 @@ Does not know: how blocks are found (`kvcore`), what a device is (`Runner`), how
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import kvcore
 from model.control.drafts import accepted_tokens
 from model.control.grammar import Grammar
+from model.control.images import PromptImages
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
@@ -36,7 +37,8 @@ from model.trace import StepRecorder
 if TYPE_CHECKING:  # torch is not loaded for these
     from concurrent.futures import Future
 
-    from model.load.loader import TextCodec
+    from kvcore.tiers import KeepingTier
+    from model.load.codec import TextCodec
     from model.sample.grammar_compiler import Compiled
     from model.sample.grammars import Grammars
 
@@ -114,7 +116,7 @@ class Model(Protocol):
         """Tokens that end a text."""
         ...
 
-    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+    def open_text(self, params: SamplingParams) -> TextStream:
         """Start a text that this model writes."""
         ...
 
@@ -143,6 +145,10 @@ class Runner(Protocol):
 
     def discard(self, request: Request) -> None:
         """Keep nothing of a request that has ended."""
+        ...
+
+    def encode_images(self, step: Step) -> Mapping[Request, ModelError]:
+        """Run the vision tower for a step's images; which requests it failed for, and why."""
         ...
 
 
@@ -183,6 +189,8 @@ class EngineCore:
         self._grammars = grammars
         self._unread: Flight | None = None
         self._streams: dict[int, TextStream] = {}
+        self._has_images = False  # whether any request has had one
+        self._failed: list[Output] = []  # of this step, without a pass
         self._next_id = 0
         self._watch: StepWatch = Unwatched()
 
@@ -230,6 +238,11 @@ class EngineCore:
     def is_speculative(self) -> bool:
         """Whether speculative decoding is on. O(1)."""
         return self._scheduler.is_speculative
+
+    @property
+    def keeping_tiers(self) -> Sequence[KeepingTier]:
+        """The tiers that keep copies of blocks. O(1)."""
+        return () if self.tiers is None else self.tiers.tiers.keeping
 
     @property
     def stats(self) -> SchedulerStats:
@@ -288,6 +301,36 @@ class EngineCore:
         return request
 
     @property
+    def image_limits(self) -> tuple[int, int]:
+        """The most images of a prompt, and the most bytes of one. O(1)."""
+        return 0, 0
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        images: Sequence[object] = (),
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[list[int], PromptImages | None]:
+        """The tokens of a conversation, and its images; from any thread. O(text + pixels).
+
+        Args:
+            messages: as `TextCodec.encode_chat`, or with parts as `TextCodec.render_chat`.
+            images: one for each part that is an image: the bytes of a file, its path,
+                or an image of Pillow.
+            opens_answer: as `TextCodec.encode_chat`.
+            options: as `TextCodec.encode_chat`.
+
+        Raises:
+            InvalidArgumentError: the template refuses the messages, or an image is refused.
+        """
+        if images:
+            raise InvalidArgumentError("image: this engine takes text alone")
+        codec = self._model.codec
+        return codec.encode_chat(messages, opens_answer=opens_answer, options=options), None
+
+    @property
     def adapter_names(self) -> tuple[str, ...]:
         """The LoRA adapters that requests may ask for. O(1)."""
         return ()
@@ -315,18 +358,21 @@ class EngineCore:
                 params,
                 self._model.eos_token_ids,
                 priority=asked.priority,
+                client=asked.client,
                 leader=requests[0] if requests else None,
                 sample=number,
                 namespace=asked.namespace,
                 retain=asked.retain,
                 boundaries=asked.boundaries,
                 items=asked.items,
+                images=asked.images,
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
+            self._has_images |= asked.images is not None
             if params.grammar is not None:
                 self._grammars.open(request)
-            self._streams[request.request_id] = self._model.open_text(request.params.stop)
+            self._streams[request.request_id] = self._model.open_text(request.params)
             self._next_id += 1
             requests.append(request)
         return requests
@@ -384,6 +430,8 @@ class EngineCore:
             StalledError: nothing can run although something is unfinished.
         """
         outputs = self._run_step()
+        if self._failed:
+            outputs, self._failed = [*outputs, *self._failed], []
         return [*outputs, *self._end_overrun()] if self._grammars.texts else outputs
 
     def _run_step(self) -> list[Output]:
@@ -429,6 +477,8 @@ class EngineCore:
 
         They are its own, or with `async_scheduling` those of the previous step.
         """
+        if self._has_images:
+            step = self._with_encoded(step)
         sampling = tuple(samplers(step.chunks))
         launched = self._runner.send(step, sampling, previous, self._watch)
         awaited = previous if self._runner.is_async else launched
@@ -436,6 +486,15 @@ class EngineCore:
             awaited.read()
         self._watch.done(SAMPLE)
         return launched
+
+    def _with_encoded(self, step: Step) -> Step:
+        """A step whose images have their outputs; requests whose image has none end, alone."""
+        errors = self._runner.encode_images(step)
+        if not errors:
+            return step
+        self._failed = [self._fail(request, error) for request, error in errors.items()]
+        chunks = tuple([chunk for chunk in step.chunks if chunk.request not in errors])
+        return replace(step, chunks=chunks)
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -576,9 +635,12 @@ class EngineCore:
         """
         stream = self._streams[request.request_id]
         request.error = error
-        self._scheduler.finish(request, FinishReason.ERROR)
         if isinstance(error, NumericalError):
-            self.kv.reset()
+            if self.tiers is None:
+                self.kv.reset()
+            else:
+                self.tiers.distrust(request)
+        self._scheduler.finish(request, FinishReason.ERROR)
         self._end(request, stream)
         return Output(request, (), stream)
 
@@ -594,7 +656,10 @@ class EngineCore:
         self._scheduler.drop(step)
         if self._unread is not None:
             self._unread = None
-            self.kv.reset()
+            if self.tiers is None:
+                self.kv.reset()
+            else:
+                self.tiers.distrust_steps()
 
     def _end(self, request: Request, stream: TextStream) -> None:
         if not request.is_finished:

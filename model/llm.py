@@ -23,17 +23,19 @@ from model.cli.bars import bar
 from model.cli.options import ModelOptions
 from model.cli.start import make_engine
 from model.control.config import EngineConfig
+from model.control.images import PromptImages, take_images
 from model.control.params import SamplingParams
 from model.control.request import Request, SampledToken
 from model.control.settings import check_settings
-from model.control.submission import Submission, salted
+from model.control.submission import Prompt, Submission, salted
 from model.engine import Engine
-from model.errors import InvalidArgumentError
+from model.errors import InvalidArgumentError, shown
 
 _ALIASES = {"enforce_eager": "eager", "gpu_memory_utilization": "kv_memory_fraction"}
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(EngineConfig))
 
-Chat = Sequence[Mapping[str, str]]
+Chat = Sequence[Mapping[str, object]]
+PromptLike = str | Sequence[int] | Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
+        prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         num_samples: int = 1,
@@ -138,7 +140,9 @@ class LLM:
         """Continue prompts; what came of each, in their order.
 
         Args:
-            prompts: a text, or several texts or lists of token ids.
+            prompts: a text, or several texts or lists of token ids; or vLLM's dictionaries, such as
+                `{"prompt": "<image>Who?", "multi_modal_data": {"image": [...]}}`: images of Pillow,
+                paths or bytes, and in the text what the model has for each.
             sampling_params: of all of them, or one for each; None: greedy, with the default length.
             num_samples: how often each is continued.
             cache_salt: cached prefixes are shared only between prompts of the same salt.
@@ -148,7 +152,8 @@ class LLM:
         Raises:
             InvalidArgumentError: one of them cannot be run; none is then.
         """
-        each = [prompts] if isinstance(prompts, str) else list(prompts)
+        given = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        each = [self._read(prompt) for prompt in given]  # type: ignore[arg-type]  # of any form
         params = sampling_params or SamplingParams()
         every = [params] * len(each) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(each):
@@ -162,7 +167,13 @@ class LLM:
         try:
             namespace = salted(cache_salt, lora_name)
             for prompt, one in zip(each, every, strict=True):
-                asked = Submission(prompt, one, num_samples=num_samples, namespace=namespace)
+                asked = Submission(
+                    prompt.prompt,
+                    one,
+                    num_samples=num_samples,
+                    namespace=namespace,
+                    images=prompt.images,
+                )
                 groups.append(engine.submit(asked))
             texts = {r.request_id: [] for group in groups for r in group}
             tokens = {number: [] for number in texts}
@@ -179,7 +190,7 @@ class LLM:
         return [
             RequestOutput(
                 request_id=str(group[0].request_id),
-                prompt=prompt if isinstance(prompt, str) else None,
+                prompt=prompt.prompt if isinstance(prompt.prompt, str) else prompt.text,
                 prompt_token_ids=group[0].prompt_tokens,
                 outputs=[
                     self._output(r, "".join(texts[r.request_id]), tokens[r.request_id])
@@ -190,6 +201,29 @@ class LLM:
             )
             for prompt, group in zip(each, groups, strict=True)
         ]
+
+    def _read(self, prompt: "PromptLike | _Read") -> "_Read":
+        """A prompt of any form, and its images."""
+        if isinstance(prompt, _Read):
+            return prompt
+        if not isinstance(prompt, Mapping):
+            return _Read(prompt)
+        text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        data = prompt.get("multi_modal_data") or {}
+        known = {"prompt", "multi_modal_data"} if tokens is None else {"prompt_token_ids"}
+        if unknown := sorted(prompt.keys() - known):
+            raise InvalidArgumentError(f"prompts: wanted {' and '.join(known)}, got {unknown[0]}")
+        if isinstance(tokens, Sequence):
+            return _Read(tokens)
+        if not isinstance(text, str) or not isinstance(data, Mapping) or data.keys() - {"image"}:
+            raise InvalidArgumentError(
+                f"prompts: wanted a text, and image alone in multi_modal_data, got {shown(prompt)}"
+            )
+        found = data.get("image", ())
+        images = found if isinstance(found, list | tuple) else [found]
+        if not images:
+            return _Read(text)
+        return _Read(*self.engine.model.images.encode(text, images, self.engine.config), text)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, of Transformers. Reads its files."""
@@ -239,15 +273,29 @@ class LLM:
         lora_name: str | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several, by the model's chat template; as `generate`."""
+        """Answer a conversation, or several, by the model's chat template; as `generate`.
+
+        A content may be a list of OpenAI's parts; an `image_url` is a `data:` URL.
+        """
         first = messages[0] if messages else None
         chats = [messages] if isinstance(first, Mapping) else messages
-        encode = self.engine.model.codec.encode_chat
         return self.generate(
-            [encode(chat) for chat in chats],  # type: ignore[arg-type]  # one kind or the other
+            [self._read_chat(chat) for chat in chats],  # type: ignore[arg-type]  # one or the other
             sampling_params,
             num_samples=num_samples,
             cache_salt=cache_salt,
             lora_name=lora_name,
             use_tqdm=use_tqdm,
         )
+
+    def _read_chat(self, chat: Chat) -> "_Read":
+        return _Read(*self.engine.encode_chat(*take_images(chat)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A prompt, its images, and its text where that is not the prompt."""
+
+    prompt: Prompt
+    images: PromptImages | None = None
+    text: str | None = None

@@ -45,6 +45,11 @@ class Text(Protocol):
         """Whether a stop string has ended it."""
         ...
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended it."""
+        ...
+
     def add(self, token: int) -> None:
         """Add a token."""
         ...
@@ -116,6 +121,11 @@ class Sample:
         if self.finish_reason is not None:
             self._text.close()
         return is_stopped and reason is None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended it; None: none has. O(1)."""
+        return self._text.stop_string
 
     @property
     def has_news(self) -> bool:

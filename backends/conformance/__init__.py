@@ -13,8 +13,10 @@ from backends.conformance.cases import AttentionCase
 from backends.conformance.movement import check_movement
 from backends.conformance.relations import check_relations
 from backends.conformance.report import Finding, Report
+from backends.conformance.sparse import check_sparse, sparse_cases
 from backends.conformance.states import check_states, state_cases
 from backends.contract import Backend
+from backends.sparse import SparseBackend
 from backends.states import StateBackend
 
 _TELL_EVERY_S = 2.0
@@ -58,6 +60,9 @@ def _cases(
     if isinstance(backend, StateBackend):
         for each in state_cases(backend, quick=quick):
             yield "states", each.name, partial(check_states, backend, each)
+    if isinstance(backend, SparseBackend) and backend.capabilities.max_index_dim:
+        for one in sparse_cases(backend, quick=quick):
+            yield "sparse", one.name, partial(check_sparse, backend, one)
 
 
 def _collect(

@@ -17,6 +17,9 @@ from backends.numba_cpu.copy_blocks import copy_blocks
 from backends.numba_cpu.launch import Plans, Workers
 from backends.numba_cpu.paged_attention import AttentionPlan, paged_attention
 from backends.numba_cpu.slot_mapping import compute_slot_mapping
+from backends.numba_cpu.sparse.attend_chosen import attend_chosen
+from backends.numba_cpu.sparse.choose_tokens import choose_tokens
+from backends.numba_cpu.sparse.score_index import score_index
 from backends.numba_cpu.state.linear_attention import StatePlan, linear_attention_step
 from backends.numba_cpu.state.short_conv import short_conv_step
 from backends.numba_cpu.store_kv import StorePlan, store_kv
@@ -27,7 +30,10 @@ from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch
 class NumbaBackend:
     """Serial numba kernels over slices of the work; see `backends.Backend` for the operations."""
 
-    __slots__ = ("_attention_plans", "_conv_plans", "_state_plans", "_store_plans", "_workers")
+    __slots__ = (
+        "_attention_plans", "_conv_plans", "_sparse_plans", "_state_plans", "_store_plans",
+        "_workers",
+    )  # fmt: skip
 
     name = "numba"
     device = torch.device("cpu")
@@ -40,6 +46,8 @@ class NumbaBackend:
         max_latent_dim=1 << 16,
         state_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         max_state_dim=1 << 16,
+        max_index_dim=1 << 16,
+        max_chosen=1 << 30,
     )
     """Three dtypes and e4m3 caches; sizes without a limit of its own."""
 
@@ -49,6 +57,7 @@ class NumbaBackend:
         self._attention_plans = Plans[AttentionPlan]()
         self._conv_plans = Plans[bool]()
         self._state_plans = Plans[StatePlan]()
+        self._sparse_plans = Plans[bool]()
 
     def store_kv(
         self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
@@ -115,6 +124,32 @@ class NumbaBackend:
         return linear_attention_step(
             self, self._workers, self._state_plans, rows, state, batch, terms, out
         )
+
+    def score_index(
+        self, query: Tensor, weights: Tensor, cache: KVCache, batch: PagedBatch,
+        first_row: int, out: Tensor,
+    ) -> None:  # fmt: skip
+        """See `SparseBackend.score_index`."""
+        score_index(
+            self, self._workers, self._sparse_plans, query, weights, cache, batch, first_row, out
+        )
+
+    def choose_tokens(self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor) -> None:
+        """See `SparseBackend.choose_tokens`."""
+        choose_tokens(self, self._workers, self._sparse_plans, scores, batch, first_row, out)
+
+    def attend_chosen(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        batch: PagedBatch,
+        chosen: Tensor,
+        terms: AttentionTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `SparseBackend.attend_chosen`."""
+        return attend_chosen(self, query, cache, batch, chosen, terms, out)
 
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""

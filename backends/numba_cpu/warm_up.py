@@ -4,10 +4,12 @@ A kernel here is compiled once for each pair of dtypes, whatever the sizes and f
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from backends.contract import AttentionTerms, Backend, KVCache, LayerCall, PagedBatch
+from backends.sparse import SparseBackend, choose
 
 
 def warm_up(backend: Backend, layers: Sequence[LayerCall]) -> None:
@@ -24,3 +26,16 @@ def warm_up(backend: Backend, layers: Sequence[LayerCall]) -> None:
         backend.copy_blocks(cache.tensors, torch.tensor([[0, 1]]))
         batch = PagedBatch(starts, lengths, table, slots, 2, 2)
         backend.paged_attention(rows, cache, batch, AttentionTerms(1.0))
+    for dtype in sorted({each.index.cache.k.dtype for each in layers if each.index}, key=str):
+        _choose(cast("SparseBackend", backend), dtype)
+
+
+def _choose(backend: SparseBackend, dtype: torch.dtype) -> None:
+    """Store, score, choose and attend over index keys of this dtype."""
+    keys, rows = torch.zeros(2, 2, 1, 8, dtype=dtype), torch.zeros(2, 1, 8, dtype=dtype)
+    index, slots = KVCache(keys, keys, is_latent=True), torch.tensor([0, 1])
+    starts, lengths, table = (torch.tensor(n, dtype=torch.int32) for n in ([0, 2], [2], [[0]]))
+    batch = PagedBatch(starts, lengths, table, slots, 2, 2)
+    backend.store_kv(rows, None, index, slots)
+    chosen = choose(backend, rows, torch.zeros(2, 1), index, batch, 1)
+    backend.attend_chosen(rows, index, batch, chosen, AttentionTerms(1.0))

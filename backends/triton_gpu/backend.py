@@ -12,6 +12,9 @@ from backends.triton_gpu.decode import cascade
 from backends.triton_gpu.paged_attention import paged_attention
 from backends.triton_gpu.shared.place import Place
 from backends.triton_gpu.slot_mapping import compute_slot_mapping
+from backends.triton_gpu.sparse.attend_chosen import attend_chosen
+from backends.triton_gpu.sparse.choose_tokens import MOST_CHOSEN, choose_tokens
+from backends.triton_gpu.sparse.score_index import score_index
 from backends.triton_gpu.state.linear_attention import linear_attention_step
 from backends.triton_gpu.state.short_conv import short_conv_step
 from backends.triton_gpu.store_kv import store_kv
@@ -38,6 +41,8 @@ class TritonBackend:
             max_latent_dim=576,
             state_dtypes=(torch.float32, *halves),
             max_state_dim=256,
+            max_index_dim=256,
+            max_chosen=MOST_CHOSEN,
         )
 
     @property
@@ -113,6 +118,30 @@ class TritonBackend:
         """See `StateBackend.linear_attention_step`."""
         rows = (query, key, value, decay, beta)
         return linear_attention_step(self, self._place, rows, state, batch, terms, out)
+
+    def score_index(
+        self, query: Tensor, weights: Tensor, cache: KVCache, batch: PagedBatch,
+        first_row: int, out: Tensor,
+    ) -> None:  # fmt: skip
+        """See `SparseBackend.score_index`."""
+        score_index(self, self._place, query, weights, cache, batch, first_row, out)
+
+    def choose_tokens(self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor) -> None:
+        """See `SparseBackend.choose_tokens`."""
+        choose_tokens(self, self._place, scores, batch, first_row, out)
+
+    def attend_chosen(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        batch: PagedBatch,
+        chosen: Tensor,
+        terms: AttentionTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `SparseBackend.attend_chosen`."""
+        return attend_chosen(self, self._place, query, cache, batch, chosen, terms, out)
 
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""

@@ -11,10 +11,19 @@ Where kernels are compiled, other processes compile them while the calls are mad
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 
-from backends.contract import AttentionTerms, Backend, LayerCall, PagedBatch, SharedPrefix
+from backends.contract import (
+    AttentionTerms,
+    Backend,
+    IndexCall,
+    LayerCall,
+    PagedBatch,
+    SharedPrefix,
+)
+from backends.sparse import SparseBackend
 from backends.triton_gpu import ahead
 from backends.triton_gpu.decode import cascade, decode
 from backends.triton_gpu.decode.splits import VECTORS
@@ -23,6 +32,7 @@ from backends.triton_gpu.latent import latent
 from backends.triton_gpu.paged_attention import MOST_ROWS, Known, plan_attention
 from backends.triton_gpu.shared.launch import Variant
 from backends.triton_gpu.shared.place import Place
+from backends.triton_gpu.sparse.choose_tokens import level_widths
 
 
 def warm_up(
@@ -84,6 +94,12 @@ def _calls(
         if layer.shared_prefix and num_seqs <= VECTORS[-1]:
             batch = _idle(layer.cache.k.device, num_seqs, num_seqs, 1)
             yield partial(_share, place, layer, batch)
+    if layer.num_chosen:
+        for rows in batch_sizes(max_num_seqs * max_query_len):
+            batch = _idle(layer.cache.k.device, rows, rows, 1)
+            yield partial(_attend_chosen, backend, layer, batch)
+    if layer.index is not None:
+        yield partial(_choose, backend, layer, layer.index)
     yield partial(_write, backend, layer, _idle(layer.cache.k.device, 1, 1, 1))
 
 
@@ -182,6 +198,27 @@ def _queries(layer: LayerCall, batch: PagedBatch) -> torch.Tensor:
 
 def _attend(backend: Backend, layer: LayerCall, batch: PagedBatch, terms: AttentionTerms) -> None:
     backend.paged_attention(_queries(layer, batch), layer.cache, batch, terms)
+
+
+def _attend_chosen(backend: Backend, layer: LayerCall, batch: PagedBatch) -> None:
+    shape = (batch.num_tokens, layer.num_chosen)
+    chosen = torch.zeros(shape, dtype=torch.int32, device=batch.device)
+    sparse = cast("SparseBackend", backend)
+    sparse.attend_chosen(_queries(layer, batch), layer.cache, batch, chosen, layer.terms)
+
+
+def _choose(backend: Backend, layer: LayerCall, index: IndexCall) -> None:
+    """Score, and choose on rows of one level, two and more."""
+    sparse, cache = cast("SparseBackend", backend), index.cache
+    batch, shape = _idle(cache.k.device, 1, 1, 1), (1, index.num_heads, cache.k.shape[3])
+    query = torch.zeros(shape, dtype=cache.k.dtype, device=batch.device)
+    weights = torch.zeros(shape[:2], device=batch.device)
+    chosen = torch.empty((1, layer.num_chosen), dtype=torch.int32, device=batch.device)
+    sparse.store_kv(query[:, :1], None, cache, batch.slot_mapping)
+    for width in level_widths(layer.num_chosen):
+        scores = torch.zeros((1, width), device=batch.device)
+        sparse.score_index(query, weights, cache, batch, 0, scores)
+        sparse.choose_tokens(scores, batch, 0, chosen)
 
 
 def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:

@@ -90,6 +90,11 @@ def encode_namespace(namespace: Namespace) -> bytes:
     return b"".join(fields)
 
 
+def has_salt(namespace_key: bytes) -> bool:
+    """Return whether an encoded namespace has a salt, which is its first field. O(1)."""
+    return namespace_key[4:5] == bytes([_TAG_SALT])
+
+
 def decode_namespace(data: bytes) -> Namespace:
     """Return the namespace that `encode_namespace` turned into `data`.
 

@@ -1,30 +1,49 @@
-"""Tiers behind the prefix cache: host memory and disk that keep copies of KV by content.
+"""Tiers behind the prefix cache: host memory, disk and peers that have copies of KV by content.
 
 A `TierManager` stores the blocks that the pool publishes and loads those that a prompt can use,
-also after the pool has evicted them or the process has ended. It needs the standard library and
-xxhash.
+also after the pool has evicted them or the process has ended; a `PeerServer` serves them to the
+`PeerTier` of another process. It needs the standard library and xxhash.
 """
 
 from kvcore.tiers.disk import DiskTier
 from kvcore.tiers.folder import Folder, Segments
 from kvcore.tiers.host import HostTier
 from kvcore.tiers.jobs import BlockMover, LoadJob, Part, StoreJob
-from kvcore.tiers.record import Fault, Key, Meaning, key_of, meaning_of
-from kvcore.tiers.tier import EvictionOrder, Tier, TierError, TierInUseError, TierStats
+from kvcore.tiers.link import Channel, LinkError, is_loopback, parse_address
+from kvcore.tiers.peer import PeerTier
+from kvcore.tiers.peer_server import PeerServer, PeerServerStats, PeerSession
+from kvcore.tiers.record import Fault, Key, Meaning, group_of, is_private, key_of, meaning_of
+from kvcore.tiers.tier import (
+    Changes,
+    EvictionOrder,
+    KeepingTier,
+    Tier,
+    TierError,
+    TierInUseError,
+    TierStats,
+)
 from kvcore.tiers.tier_manager import Found, TierManager
 
 __all__ = [
     "BlockMover",
+    "Changes",
+    "Channel",
     "DiskTier",
     "EvictionOrder",
     "Fault",
     "Folder",
     "Found",
     "HostTier",
+    "KeepingTier",
     "Key",
+    "LinkError",
     "LoadJob",
     "Meaning",
     "Part",
+    "PeerServer",
+    "PeerServerStats",
+    "PeerSession",
+    "PeerTier",
     "Segments",
     "StoreJob",
     "Tier",
@@ -32,6 +51,10 @@ __all__ = [
     "TierInUseError",
     "TierManager",
     "TierStats",
+    "group_of",
+    "is_loopback",
+    "is_private",
     "key_of",
     "meaning_of",
+    "parse_address",
 ]

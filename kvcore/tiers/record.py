@@ -14,7 +14,7 @@ whole hides all records behind it.
 
 A record is what it says or it is nothing: its header must be whole, name the segment in which it
 stands, fit the key and the meaning that are asked for, and the payload must have the length and
-the checksum of the header. docs/how-to/tiers.md specifies the format for readers.
+the checksum of the header.
 
 Does not know: files, what a payload means.
 """
@@ -39,28 +39,52 @@ _SEGMENT_MAGIC: Final = b"KVTSEGM1"
 _RECORD_MAGIC: Final = b"KVTR"
 SEGMENT_BYTES: Final = _SEGMENT.size
 RECORD_BYTES: Final = _RECORD.size
+_PRIVATE_BIT: Final = 31
 _SUM_BYTES: Final = 8  # the checksum at the end of a header
 DEAD_OFFSET: Final = 12
 DEAD: Final = b"\xff"  # no single bit that flips makes it of a 0
 
 Key = NewType("Key", bytes)
-"""What a copy is of: the layer group, 4 bytes, and the block hash, 32 bytes of sha256."""
+"""What a copy is of: the layer group, 4 bytes, and the block hash, 32 bytes of sha256.
+
+The highest bit of the group is set where the namespace has a salt: such copies stay in the process.
+"""
 
 Meaning = NewType("Meaning", bytes)
 """What the bytes of a payload mean: 32 bytes, from `meaning_of`."""
 
-Fault = Literal["torn", "corrupted", "short", "stale", "foreign", "full", "failed"]
+Fault = Literal[
+    "torn", "corrupted", "short", "stale", "foreign", "full", "failed", "late", "gone", "refused"
+]
 """Why a record was not served or not written.
 
 torn: its bytes end too early, or were never written. corrupted: a checksum does not fit. short: it
 has another length than asked for. stale: it belongs to another place or content. foreign: its
 payload means something else. full: the device has no space. failed: the device reports an error.
+Of a peer: late: it did not answer in time. gone: it had the record, and has it no more. refused:
+the two processes have different secrets.
 """
 
 
-def key_of(group: int, block_hash: bytes) -> Key:
-    """Return the key of a content: its layer group, and its block hash with sha256. O(1)."""
-    return Key(group.to_bytes(4, "little") + block_hash)
+def key_of(group: int, block_hash: bytes, *, is_private: bool = False) -> Key:
+    """Return the key of a content: its layer group, and its block hash with sha256. O(1).
+
+    Args:
+        group: the number of the layer group.
+        block_hash: 32 bytes.
+        is_private: its namespace has a salt.
+    """
+    return Key((group | is_private << _PRIVATE_BIT).to_bytes(4, "little") + block_hash)
+
+
+def is_private(key: Key) -> bool:
+    """Return whether a content must not leave the process: its namespace has a salt. O(1)."""
+    return key[3] >= 1 << (_PRIVATE_BIT - 24)
+
+
+def group_of(key: Key) -> int:
+    """Return the number of a key's layer group. O(1)."""
+    return int.from_bytes(key[:4], "little") & ~(1 << _PRIVATE_BIT)
 
 
 def meaning_of(fields: Mapping[str, str | int]) -> Meaning:
@@ -138,7 +162,7 @@ def decode_header(data: bytes) -> Header | Fault:
     if fields[0] != _RECORD_MAGIC or _sealed(head) != head:
         return "corrupted"
     _, group, priority, _, segment, number, length, block_hash, meaning, checksum, _ = fields
-    key = key_of(group, block_hash)
+    key = Key(group.to_bytes(4, "little") + block_hash)
     about = segment, number, length, checksum, is_dead
     return Header(key, Meaning(meaning), priority, *about)
 

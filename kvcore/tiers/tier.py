@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar, final
 
@@ -66,11 +67,15 @@ class Tier(Protocol):
 
     Attributes:
         name: for reports.
+        medium: what KV events call it, as vLLM's do.
+        keeps: whether it takes copies; False of one that is only read, such as a peer.
         stats: its counters.
         epoch: how often it was cleared.
     """
 
     name: str
+    medium: str
+    keeps: bool
     stats: TierStats
     epoch: int
 
@@ -98,6 +103,17 @@ class Tier(Protocol):
         """Keep a copy; whether it has one now. One of an earlier epoch is refused. O(length)."""
         ...
 
+    def mark(self) -> int:
+        """Return the moment, for `forget`: copies that come from now on are later. O(1)."""
+        ...
+
+    def forget(self, since: int, keys: Collection[Key]) -> None:
+        """Forget the copies that came since a moment or have these keys. Must not raise.
+
+        Those on their way are refused, as by `clear`. O(copies).
+        """
+        ...
+
     def clear(self) -> None:
         """Forget all copies, and those that are on their way. Must not raise."""
         ...
@@ -105,6 +121,62 @@ class Tier(Protocol):
     def close(self) -> None:
         """Let go of the device; what is complete is found by the next start. Must not raise."""
         ...
+
+
+class KeepingTier(Tier, Protocol):
+    """A tier that takes copies, and says what comes and goes: one whose `keeps` is True."""
+
+    def watch(self, news: threading.Event) -> Changes:
+        """Return what is there now as changes, to which later ones are added. O(copies).
+
+        Args:
+            news: is set by each change.
+        """
+        ...
+
+    def unwatch(self, changes: Changes) -> None:
+        """Note no further changes. O(watchers)."""
+        ...
+
+
+@final
+class Changes:
+    """The keys that have come to a tier and gone since they were last taken, from any thread.
+
+    A copy that has come and gone, or gone and come, in between is no change.
+
+    Args:
+        keys: those that are there.
+        news: is set by each change.
+    """
+
+    def __init__(self, keys: Iterable[Key], news: threading.Event) -> None:
+        self._changed = dict.fromkeys(keys, True)
+        self._is_cleared = False
+        self._lock = threading.Lock()
+        self._news = news
+
+    def note(self, key: Key, *, is_there: bool) -> None:
+        """Note that a copy has come or gone. O(1)."""
+        with self._lock:
+            if self._changed.pop(key, None) is None:
+                self._changed[key] = is_there
+        self._news.set()
+
+    def clear(self, keys: Iterable[Key]) -> None:
+        """Note that all copies have gone, which are these. O(keys)."""
+        with self._lock:
+            gone = [key for key, is_there in self._changed.items() if not is_there]
+            gone += [key for key in keys if key not in self._changed]
+            self._changed, self._is_cleared = dict.fromkeys(gone, False), True
+        self._news.set()
+
+    def take(self) -> tuple[bool, dict[Key, bool]]:
+        """Return whether all had gone at some moment, and each changed key: is it there? O(1)."""
+        with self._lock:
+            taken = self._is_cleared, self._changed
+            self._is_cleared, self._changed = False, {}
+        return taken
 
 
 @final
@@ -157,16 +229,32 @@ class EvictionOrder:
 class IndexedTier(Generic[_Entry]):
     """The index that a tier keeps of its copies: their entries, eviction order and counters.
 
-    Its methods beside those of `Tier` are called with the lock held.
+    Its methods beside those of `Tier` and `watch` are called with the lock held.
     """
+
+    keeps = True
 
     def __init__(self, name: str, capacity_bytes: SupportsIndex) -> None:
         self.name = name
         self.stats = TierStats(capacity_bytes=as_int("capacity_bytes", capacity_bytes, 1))
         self.epoch = 0
+        self._next_number = 1  # of the copy that comes next
         self._entries: dict[Key, _Entry] = {}
         self._order = EvictionOrder()
         self._lock = threading.Lock()
+        self._watchers: tuple[Changes, ...] = ()
+
+    def watch(self, news: threading.Event) -> Changes:
+        """See `KeepingTier.watch`."""
+        with self._lock:
+            changes = Changes(self._entries, news)
+            self._watchers += (changes,)
+        return changes
+
+    def unwatch(self, changes: Changes) -> None:
+        """See `KeepingTier.unwatch`."""
+        with self._lock:
+            self._watchers = tuple([one for one in self._watchers if one is not changes])
 
     def contains(self, key: Key) -> bool:
         """See `Tier.contains`."""
@@ -176,21 +264,31 @@ class IndexedTier(Generic[_Entry]):
         """See `Tier.touch`."""
         self._order.touch(key)
 
+    def mark(self) -> int:
+        """See `Tier.mark`."""
+        return self._next_number
+
     def _insert(self, key: Key, entry: _Entry, priority: int) -> None:
         """Let a copy be found; its key is new. O(1)."""
         self._entries[key] = entry
         self._order.add(key, priority)
         self.stats.num_records = len(self._entries)
+        for watcher in self._watchers:
+            watcher.note(key, is_there=True)
 
     def _remove(self, key: Key) -> _Entry:
         """Let a copy be found no more; return its entry. O(1)."""
         entry = self._entries.pop(key)
         self._order.remove(key)
         self.stats.num_records = len(self._entries)
+        for watcher in self._watchers:
+            watcher.note(key, is_there=False)
         return entry
 
     def _remove_all(self) -> None:
-        """Let no copy be found. O(1)."""
+        """Let no copy be found. O(1), O(copies) where changes are watched."""
+        for watcher in self._watchers:
+            watcher.clear(self._entries)
         self._entries = {}
         self._order.clear()
         self.stats.num_records = 0

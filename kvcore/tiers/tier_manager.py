@@ -16,13 +16,13 @@ Does not know: threads, clocks, tensors: `jobs.py` moves the bytes wherever the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Final, SupportsIndex, final
+from typing import Final, SupportsIndex, cast, final
 
 from kvcore.arguments import as_int
-from kvcore.block import Block
+from kvcore.block import Block, Node
 from kvcore.content_tree import find_pieces
 from kvcore.errors import InvalidArgumentError
 from kvcore.events import node_hash
@@ -33,12 +33,13 @@ from kvcore.identity.block_hash import (
     digest,
     hashes_after,
 )
+from kvcore.identity.namespace import has_salt
 from kvcore.manager import KVCacheManager
 from kvcore.sequence import KVSequence
 from kvcore.tables.groups import RecurrentState
 from kvcore.tiers.jobs import BlockMover, LoadJob, Part, StoreJob
 from kvcore.tiers.record import Key, key_of, meaning_of
-from kvcore.tiers.tier import Tier
+from kvcore.tiers.tier import KeepingTier, Tier
 
 _ALGORITHM: Final[HashAlgorithm] = "sha256"
 
@@ -75,9 +76,11 @@ class TierManager:
     Attributes:
         kv: as above.
         tiers: as above.
+        keeping: those that take copies.
         num_loaded_tokens: tokens that loads have brought.
         num_failed_loads: loads that did not join their sequence.
         num_skipped: published contents that were evicted before they could be stored.
+        meaning: the digest of what the bytes of a copy mean.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
@@ -96,6 +99,7 @@ class TierManager:
     ) -> None:
         self.kv = kv
         self.tiers = tuple(tiers)
+        self.keeping = tuple([cast("KeepingTier", tier) for tier in self.tiers if tier.keeps])
         self.num_loaded_tokens = self.num_failed_loads = self.num_skipped = 0
         self._mover = mover
         self._block_bytes = as_int("block_bytes", block_bytes, 1)
@@ -110,24 +114,31 @@ class TierManager:
         if kv.pool.watcher is not None:
             raise InvalidArgumentError("kv: wanted a manager without tiers, got one that has some")
         self._state = kv.groups[-1] if isinstance(kv.groups[-1], RecurrentState) else None
-        pieces = 1 if self._state is None else self._state.num_blocks
         self._common = lcm(*kv.pool.block_sizes)
         self._published: dict[Block, None] = {}  # these wait for `begin_store`
         self._stores: list[StoreJob] = []
         self._loads: list[LoadJob] = []
         self._storing: set[Key] = set()
+        self._wrong: tuple[tuple[int, ...], frozenset[Key]] | None = None  # while `reset` runs
         self._num_storing = 0
         about = {**meaning, "block_bytes": self._block_bytes, "groups": repr(kv.groups)}
+        self.meaning = meaning_of(about)
         started: list[Tier] = []
         try:
             for tier in self.tiers:
-                tier.start(meaning_of(about), pieces * self._block_bytes)
+                tier.start(self.meaning, self.copy_bytes(len(kv.groups) - 1))
                 started.append(tier)
         except BaseException:
             for tier in started:
                 tier.close()
             raise
         kv.pool.watcher = self
+
+    def copy_bytes(self, group: int) -> int:
+        """Return the bytes of a copy of one layer group. O(1)."""
+        is_state = self._state is not None and group == len(self.kv.groups) - 1
+        pieces = self._state.num_blocks if is_state and self._state is not None else 1
+        return pieces * self._block_bytes
 
     # What the pool reports
 
@@ -139,8 +150,40 @@ class TierManager:
         """See `ContentWatcher`: forget every copy, and what is on its way. O(files)."""
         self._published.clear()
         self._storing.clear()  # the stores under way keep nothing any more
-        for tier in self.tiers:
-            tier.clear()
+        if self._wrong is None:
+            for tier in self.tiers:
+                tier.clear()
+            return
+        marks, keys = self._wrong
+        for tier, mark in zip(self.tiers, marks, strict=True):
+            tier.forget(mark, keys)
+
+    def marks(self) -> tuple[int, ...]:
+        """Return the moment, for `reset`. O(tiers)."""
+        return tuple([tier.mark() for tier in self.tiers])
+
+    def reset(self, since: tuple[int, ...], seq: KVSequence | None = None) -> None:
+        """Empty the prefix cache as `kv.reset` does; keep the copies that are right nevertheless.
+
+        Forgotten are those that were stored since a moment, such as the begin of a step that has
+        failed, and those of a sequence. O(copies).
+        """
+        self._wrong = since, frozenset(() if seq is None else self._all_keys(seq))
+        try:
+            self.kv.reset()
+        finally:
+            self._wrong = None
+
+    def _all_keys(self, seq: KVSequence) -> Iterator[Key]:
+        """Yield the keys of all full blocks of a sequence. O(tokens)."""
+        namespace_key = seq.namespace_key
+        if namespace_key is None:
+            return
+        is_private = has_salt(namespace_key)
+        for group, size in enumerate(self.kv.pool.block_sizes):
+            chain = HashChain(namespace_key, size, _ALGORITHM)
+            for block_hash in chain.hashes(seq.packed, len(seq.packed) // size, seq.items):
+                yield key_of(group, block_hash, is_private=is_private)
 
     # Stores
 
@@ -155,19 +198,20 @@ class TierManager:
         """
         parts: list[Part] = []
         blocks: dict[Block, None] = {}
+        salted: dict[Node, bool] = {}
         while self._published and len(blocks) < self._most - self._num_storing:
             block = next(iter(self._published))
             del self._published[block]
             held = self._pieces(block)
             if held and not any(each in blocks for each in held):
-                part = self._part(held)
+                part = self._part(held, salted)
                 if part is not None:
                     parts.append(part)
                     blocks.update(dict.fromkeys(held))
         if not parts:
             return None
         lease = self.kv.leases.begin([*blocks], "store", "tiers", None)
-        job = StoreJob(parts[::-1], lease, self.tiers, self._mover)
+        job = StoreJob(parts[::-1], lease, self.keeping, self._mover)
         self._stores.append(job)
         self._storing.update([part.key for part in parts])
         self._num_storing += len(blocks)
@@ -214,13 +258,14 @@ class TierManager:
         found = find_pieces(block, self._state.num_blocks)
         return found if len(found) == self._state.num_blocks else []
 
-    def _part(self, held: list[Block]) -> Part | None:
+    def _part(self, held: list[Block], salted: dict[Node, bool]) -> Part | None:
         first = held[0]
         if first.node is None:
             return None
         size = self.kv.pool.block_sizes[first.group]
-        key = key_of(first.group, node_hash(first.node, size, _ALGORITHM))
-        if key in self._storing or all(tier.contains(key) for tier in self.tiers):
+        block_hash = node_hash(first.node, size, _ALGORITHM)
+        key = key_of(first.group, block_hash, is_private=_is_salted(first.node, salted))
+        if key in self._storing or all(tier.contains(key) for tier in self.keeping):
             return None
         terms = self.kv.pool.idle_blocks.kept.get(first.block_id)
         ids = tuple([block.block_id for block in held])
@@ -295,7 +340,7 @@ class TierManager:
         if is_whole and self.kv.commit_load(job.lease):
             self.num_loaded_tokens += job.num_tokens
             for part in reversed(job.parts):  # a prefix outlives what continues it
-                for tier in self.tiers:
+                for tier in self.keeping:
                     tier.touch(part.key)
             return True
         job.lease.end()
@@ -304,13 +349,15 @@ class TierManager:
 
     def _use(self, seq: KVSequence) -> None:
         """Note in the tiers what a sequence has found in the pool. O(its blocks)."""
+        is_private = has_salt(seq.namespace_key or b"")
         for number, table in enumerate(seq.tables):
             for block in reversed(table.blocks):
                 if block.node is not None:
-                    key = key_of(number, node_hash(block.node, table.block_size, _ALGORITHM))
-                    for tier in self.tiers:
+                    block_hash = node_hash(block.node, table.block_size, _ALGORITHM)
+                    key = key_of(number, block_hash, is_private=is_private)
+                    for tier in self.keeping:
                         tier.touch(key)
-                    if not all(tier.contains(key) for tier in self.tiers):
+                    if not all(tier.contains(key) for tier in self.keeping):
                         self._published[block] = None
 
     def close(self) -> None:
@@ -350,6 +397,19 @@ class TierManager:
         return computed, []
 
 
+def _is_salted(node: Node, known: dict[Node, bool]) -> bool:
+    """Return whether a node's namespace has a salt. O(ancestors that are not known yet)."""
+    passed: list[Node] = []
+    while (found := known.get(node)) is None:
+        passed.append(node)
+        if node.parent is None:
+            found = has_salt(node.tokens)
+            break
+        node = node.parent
+    known.update(dict.fromkeys(passed, found))
+    return found
+
+
 def _keys_of(seq: KVSequence, runs: Sequence[_Run], num_tokens: int) -> list[Key] | None:
     """Return the keys of what a load of `num_tokens` tokens takes; None: some are nowhere."""
     keys: list[Key] = []
@@ -376,6 +436,8 @@ class _Run:
         self._tiers = tiers.tiers
         self._seq = seq
         self._group = group
+        self._namespace_key = seq.namespace_key or b""
+        self._is_private = has_salt(self._namespace_key)
         self._size = block_size
         self._first = seq.num_computed_tokens // block_size
         self._stop = last // block_size
@@ -390,7 +452,7 @@ class _Run:
             node = table.blocks[first - 1].node if first <= len(table.blocks) else None
             if node is not None:
                 return node_hash(node, self._size, _ALGORITHM)
-        key = seq.namespace_key or b""
+        key = self._namespace_key
         chain = HashChain(key, self._size, _ALGORITHM)
         return chain.hashes(seq.packed, first, seq.items)[-1] if first else digest(key, _ALGORITHM)
 
@@ -421,6 +483,7 @@ class _Run:
                 self._seq.packed, self._seq.items, begin, place + 1, self._size
             )
             for block_hash in hashes_after(self._parent, contents, self._size, _ALGORITHM):
-                self._keys.append(key_of(self._group, block_hash))
+                key = key_of(self._group, block_hash, is_private=self._is_private)
+                self._keys.append(key)
                 self._parent = block_hash
         return self._keys[place - self._first]

@@ -15,12 +15,14 @@ Does not know: requests, block tables, which backend runs.
 
 import inspect
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 import backends
+from model.attention.indexer import NoChoice, SeenTokens
 from model.attention.latents import absorbed
 from model.caches.kv_caches import KVCaches
 from model.caches.layout import CacheLayout
@@ -33,7 +35,13 @@ class Attending(Protocol):
     """What a forward pass passes to its attention layers."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer.
 
@@ -44,9 +52,23 @@ class Attending(Protocol):
             value: like `key`; if narrower, the first numbers of a latent that is the key.
             terms: what the layer asks for. Its window may be None where only a mask defines it; the
                 layout has the true one.
+            chosen: int32 [num_tokens, count], the positions that each token attends to, as `choose`
+                gave them for this layer or an earlier one; None: all that it sees.
 
         Returns:
             [num_tokens, num_q_heads, value_dim].
+        """
+        ...
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """The positions with the highest scores of an index: int32 [num_tokens, count].
+
+        Args:
+            layer: index of the layer.
+            query: [num_tokens, num_index_heads, index_dim], in any floating dtype.
+            weights: float32 [num_tokens, num_index_heads].
+            key: [num_tokens, 1, index_dim], of the index.
+            count: positions chosen for each token.
         """
         ...
 
@@ -68,9 +90,15 @@ class PagedPass:
     batches: tuple[backends.PagedBatch, ...]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
-        """Store the keys and values of the step, then attend to all of each sequence.
+        """Store the keys and values of the step, then attend to each sequence, or what is chosen.
 
         A layer that reads those of an earlier layer stores nothing.
         """
@@ -82,7 +110,24 @@ class PagedPass:
         if shape.reads is None:
             rows = None if cache.is_latent else value
             self.backend.store_kv(key, rows, cache, batch.slot_mapping)
+        if chosen is not None and batch.max_seq_len > chosen.shape[1]:
+            sparse: Any = self.backend
+            out: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)
+            return out
         return self.backend.paged_attention(query, cache, batch, terms)
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """Store the index keys of the step, then score and choose.
+
+        Where no sequence has more than `count` tokens, nothing is written: all are attended to.
+        """
+        layer = self.layout.numbers[layer]
+        cache, batch = self.caches.indexes[layer], self.batches[self.layout.places[layer][0]]
+        self.backend.store_kv(key, None, cache, batch.slot_mapping)
+        if batch.max_seq_len <= count:
+            return torch.empty((len(key), count), dtype=torch.int32, device=key.device)
+        sparse: Any = self.backend
+        return backends.choose(sparse, query.to(cache.k.dtype), weights, cache, batch, count)
 
 
 _HARMLESS = {
@@ -102,13 +147,14 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | SeenTokens | None,
     *,
     paged: Attending | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | NoChoice | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **others: object,
@@ -126,6 +172,7 @@ def attend(
         sliding_window: the keys that a query sees, its own included; None: all.
         softcap: Gemma 2's cap on the logits.
         s_aux: [num_q_heads], GPT-OSS's sinks.
+        indices: [1, num_tokens, count], what an indexer has chosen (`indexer.py`).
         dropout: 0, as in evaluation mode.
         is_causal: not False; None: as the layer declares.
         others: refused, unless None, False or known to be harmless.
@@ -144,7 +191,7 @@ def attend(
             f"{name}: wanted an attention layer that has layer_idx and gets the keyword arguments "
             f"of a pass, {'they do not reach it' if paged is None else 'it has no layer_idx'}"
         )
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, SeenTokens):
         raise UnsupportedModelError(f"{name}: wanted no mask, the network builds one of its own")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -166,14 +213,15 @@ def attend(
     # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim] as views: kernels take any stride.
     query, key, states = _tokens_first(query), _tokens_first(key), _tokens_first(value)
     size, record = value.shape[-1], absorbed(module)
+    chosen = (indices[0],) if isinstance(indices, Tensor) else ()
     if record is not None:
-        out = paged.attend(layer, record.queries(query), key, states, terms)
+        out = paged.attend(layer, record.queries(query), key, states, terms, *chosen)
         return record.values(out).unsqueeze(0), None
     if size != query.shape[-1]:
         # Zeros in queries and keys add nothing to a logit; zeros in values give zeros.
         widest = max(size, query.shape[-1])
         query, key, states = (_widened(part, widest) for part in (query, key, states))
-    out = paged.attend(layer, query, key, states, terms)
+    out = paged.attend(layer, query, key, states, terms, *chosen)
     return out[..., :size].unsqueeze(0), None
 
 

@@ -11,7 +11,7 @@ Does not know: how requests are scheduled, what the network does with the tokens
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,8 @@ class StepTensors:
 
     Attributes:
         input_ids: int64 [1, num_tokens], all chunks one after another.
-        position_ids: int64 [1, num_tokens], each token's position in its sequence.
+        position_ids: int64 [1, num_tokens], each token's position in its sequence; for some images
+            [num_axes, 1, num_tokens].
         logit_rows: int64 [num_sampled], the last known token of each chunk that samples, once per
             request that samples from it; then each draft token, chunk by chunk.
         paged: for each KV cache group where keys and values of the tokens are; all groups share the
@@ -45,6 +46,8 @@ class StepTensors:
             drawn by the previous step, not the one in `input_ids`; None: negative everywhere.
         is_long: bool [1, num_tokens], whether the token's request is long; None: no request is.
         states: which states of recurrent layers are read and written; None: none is.
+        images: makes the further arguments of a pass with images from its input_ids; None: it has
+            none.
     """
 
     input_ids: Tensor
@@ -54,6 +57,7 @@ class StepTensors:
     sources: Tensor | None = None
     is_long: Tensor | None = None
     states: StateStep | None = None
+    images: Callable[[Tensor], Mapping[str, object]] | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
         """The same on a device; the copies may still run on return. O(its bytes)."""
@@ -86,6 +90,7 @@ class StepTensors:
             sources=None if self.sources is None else send(self.sources),
             is_long=None if self.is_long is None else send(self.is_long),
             states=None if self.states is None else self.states.to(device),
+            images=self.images,
         )
 
 

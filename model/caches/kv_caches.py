@@ -11,6 +11,7 @@ Does not know: which sequence has a block (`kvcore`), how many blocks to allocat
 a kernel reads a block (`backends`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import backends
 from kvcore.adapters.recurrent import StateTensors, aligned, state_views
-from model.caches.layout import CacheLayout, LayerShape
+from model.caches.layout import CacheLayout
 from model.errors import InvalidArgumentError
 
 Scales = tuple[tuple[Tensor, Tensor | None], ...]
@@ -32,15 +33,17 @@ class KVCaches:
 
     Attributes:
         layers: each layer's cache, as a backend takes it.
-        storages: all memory: for each place keys, then values, or latents alone, uint8
-            [num_blocks, bytes of a block], or with recurrent layers one tensor of pages; moving
-            whole blocks means moving these.
+        storages: all memory: for each place keys, then values, or latents alone, then index keys,
+            uint8 [num_blocks, bytes of a block], or with recurrent layers one tensor of pages;
+            moving whole blocks means moving these.
         states: those of the recurrent layers.
+        indexes: by the number of a layer with an index the cache of its index keys.
     """
 
     layers: tuple[backends.KVCache, ...]
     storages: tuple[Tensor, ...]
     states: StateTensors = field(default_factory=dict)
+    indexes: dict[int, backends.KVCache] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -81,19 +84,20 @@ class KVCaches:
                 f"which could not be allocated on {device}"
             ) from error
         layers = tuple(
-            shape.slot.over(
-                [
-                    _view(storage, shape, block_size, size)
-                    for storage, size in zip(places[place], shape.slot.row_bytes, strict=False)
-                ],
-                *own,
-            )
+            _over(places[place], shape.slot, block_size, *own)
             for shape, (_, place), own in zip(
                 layout.layers, layout.places, scales or [()] * len(layout.layers), strict=True
             )
         )
         states = state_views(layout.states, storages[0]) if layout.states else {}
-        return cls(layers, tuple(storages), states)
+        indexes = {
+            number: _over(places[place][len(shape.slot.row_bytes) :], shape.index.slot, block_size)
+            for number, (shape, (_, place)) in enumerate(
+                zip(layout.layers, layout.places, strict=True)
+            )
+            if shape.index is not None
+        }
+        return cls(layers, tuple(storages), states, indexes)
 
 
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
@@ -114,8 +118,22 @@ def _columns(pages: Tensor, layout: CacheLayout, block_size: int) -> list[list[T
     return places
 
 
-def _view(storage: Tensor, shape: LayerShape, block_size: int, token_bytes: int) -> Tensor:
+def _over(
+    storages: Sequence[Tensor],
+    slot: backends.KVLayout,
+    block_size: int,
+    *scales: Tensor | None,
+) -> backends.KVCache:
+    """The cache that lies in the first of these tensors."""
+    views = [
+        _view(storage, slot, block_size, size)
+        for storage, size in zip(storages, slot.row_bytes, strict=False)
+    ]
+    return slot.over(views, *scales)
+
+
+def _view(storage: Tensor, slot: backends.KVLayout, block_size: int, token_bytes: int) -> Tensor:
     """The part of each block that a layer uses, in its own shape."""
     used = storage[:, : block_size * token_bytes]
-    num_blocks, (heads, dim) = storage.shape[0], (shape.num_kv_heads, shape.head_dim)
-    return used.view(shape.dtype).view(num_blocks, block_size, heads, dim)
+    num_blocks, (heads, dim) = storage.shape[0], (slot.num_kv_heads, slot.head_dim)
+    return used.view(slot.dtype).view(num_blocks, block_size, heads, dim)

@@ -39,6 +39,26 @@ from model.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
+class IndexShape:
+    """What an index stores for a token: one key.
+
+    Attributes:
+        dim: numbers of it.
+        dtype: of a number.
+        count: tokens that it chooses for a query.
+    """
+
+    dim: int
+    dtype: torch.dtype
+    count: int
+
+    @property
+    def slot(self) -> backends.KVLayout:
+        """What a slot of its cache holds. O(1)."""
+        return backends.KVLayout(1, self.dim, self.dim, self.dtype, is_latent=True)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """What an attention layer stores for a token, and how far it looks back.
 
@@ -52,6 +72,8 @@ class LayerShape:
             None: it has keys and values.
         reads: an earlier layer of the network whose keys and values it reads, and which sees the
             same; None: it stores its own.
+        index: that chooses the tokens a query attends to, with keys of its own; None: the layer has
+            none, though it may share the choice of an earlier one.
     """
 
     num_kv_heads: int
@@ -61,6 +83,7 @@ class LayerShape:
     chunk: int | None = None
     value_dim: int | None = None
     reads: int | None = None
+    index: IndexShape | None = None
 
     @property
     def slot(self) -> backends.KVLayout:
@@ -71,9 +94,14 @@ class LayerShape:
         )
 
     @property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of a token in each tensor of the layer, index keys last. O(1)."""
+        return self.slot.row_bytes + (() if self.index is None else self.index.slot.row_bytes)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of the key and value of one token. O(1)."""
-        return sum(self.slot.row_bytes)
+        """Bytes of one token: its key, value and index key. O(1)."""
+        return sum(self.row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +116,7 @@ class CacheLayout:
         places: for each layer its group, and its place in the group: for one that stores nothing
             those of the layer that it reads.
         place_bytes: for each place the bytes of a token in each of its tensors (keys and values, or
-            latents alone), of the largest layer there.
+            latents; then index keys), of the largest layer there.
         states: what recurrent layers keep of a sequence; empty: there are none.
     """
 
@@ -201,7 +229,7 @@ def plan_layout(
             if place == 0:
                 groups.append(kind)
             places[number] = (len(groups) - 1, place)
-            sizes = zip_longest(place_bytes[place], layers[number].slot.row_bytes, fillvalue=0)
+            sizes = zip_longest(place_bytes[place], layers[number].row_bytes, fillvalue=0)
             place_bytes[place] = tuple(max(pair) for pair in sizes)
     numbers_of = {index: number for number, index in enumerate(indices or range(len(layers)))}
     for number, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Host memory and disk behind the KV caches of one network: where the bytes of a block are.
+"""Host memory, disk and peers behind the KV caches of one network: where the bytes of a block are.
 
 Decides: what the bytes of a copy mean, so that copies of other weights, another layout, dtype or
 quantisation are never loaded; how bytes move. On a CPU the threads of the transfers read and write
@@ -15,6 +15,7 @@ Does not know: which requests wait, what a content is.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,11 +34,15 @@ from kvcore.tiers import (
     DiskTier,
     HostTier,
     LoadJob,
+    PeerServer,
+    PeerTier,
     StoreJob,
     Tier,
     TierError,
     TierInUseError,
     TierManager,
+    is_loopback,
+    parse_address,
 )
 from model.caches.kv_caches import KVCaches, Scales
 from model.caches.layout import CacheLayout
@@ -46,8 +51,11 @@ from model.control.tier_transfers import TierDevice, TierTransfers, TransferCost
 from model.errors import InvalidArgumentError
 
 _MAX_JOB_BYTES: Final = 256 << 20
+_LEAST_SECRET_BYTES: Final = 16
 _PART_BYTES: Final = 32 << 20  # of a load that goes to the device at once
 _NO_MEANING: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+
+_log = logging.getLogger(__name__)
 
 Began = Callable[[kvcore.Lease], None]
 """Is told that the blocks of a load will be written."""
@@ -79,10 +87,11 @@ def open_tiers(
         device: has the blocks.
 
     Raises:
-        InvalidArgumentError: a tier cannot start; it names the setting.
+        InvalidArgumentError: a tier, or their server, cannot start; it names the setting.
     """
     block_bytes = layout.kv_bytes(1, config.block_size)
     most = max(1, min(kv.num_usable_blocks // 8, _MAX_JOB_BYTES // block_bytes))
+    secret = _secret_of(config)
     meaning = meaning_of_blocks(config, network, layout, scales)
     for path in _paths(config):
         tiers: list[Tier] = []
@@ -90,6 +99,7 @@ def open_tiers(
             tiers.append(HostTier(config.host_memory_bytes))
         if path is not None:
             tiers.append(DiskTier(path, config.disk_bytes))
+        tiers += [PeerTier(address, secret=secret) for address in config.peer]
         try:
             found = TierManager(
                 kv, tiers, device, block_bytes=block_bytes, meaning=meaning, max_store_blocks=most
@@ -100,8 +110,54 @@ def open_tiers(
         except TierError as error:
             raise _refused(error) from error
         else:
-            return TierTransfers(found, device, TransferCosts(block_bytes))
+            server = _serve(config, found, secret)
+            return TierTransfers(found, device, TransferCosts(block_bytes), server=server)
     raise InvalidArgumentError("disk: no folder is left")
+
+
+def _serve(config: EngineConfig, tiers: TierManager, secret: bytes) -> PeerServer | None:
+    """Serve the copies, if that is asked for."""
+    if config.serve_kv is None:
+        return None
+    server = PeerServer(tiers, secret)
+    try:
+        server.listen(config.serve_kv)
+    except TierError as error:
+        tiers.close()
+        raise InvalidArgumentError(str(error)) from None
+    _log.info("KV is served to peers at %s", server.address)
+    return server
+
+
+def _secret_of(config: EngineConfig) -> bytes:
+    """What peers have to know; without a file they are all on this machine, and it is nothing.
+
+    Raises:
+        InvalidArgumentError: an address is none, or of another machine without a secret; the file
+            cannot be read, or is too short.
+    """
+    for name, addresses in (("peer", config.peer), ("serve_kv", (config.serve_kv,))):
+        for address in filter(None, addresses):
+            try:
+                host, _ = parse_address(name, address)
+            except kvcore.InvalidArgumentError as error:
+                raise InvalidArgumentError(str(error)) from None
+            if config.kv_secret is None and not is_loopback(host):
+                raise InvalidArgumentError(
+                    f"{name}: wanted an address on this machine (127.0.0.1), or a secret "
+                    f"(--kv-secret PATH), got {address!r}"
+                )
+    if config.kv_secret is None:
+        return b""
+    try:
+        secret = Path(config.kv_secret).read_bytes().strip()
+    except OSError as error:
+        raise InvalidArgumentError(f"kv_secret: {config.kv_secret}: {error.strerror}") from None
+    if len(secret) < _LEAST_SECRET_BYTES:
+        raise InvalidArgumentError(
+            f"kv_secret: wanted a file of at least {_LEAST_SECRET_BYTES} bytes, got {len(secret)}"
+        )
+    return secret
 
 
 def device_of(caches: KVCaches, began: Began, lock: Lock | None) -> BlockDevice:

@@ -79,10 +79,21 @@ class PromptOptions:
     prompts_file: str | None = setting(
         None,
         help="file of prompts; .txt: one on each line; .jsonl: a JSON object on each line, with "
-        "prompt and any sampling parameters",
+        "prompt, any sampling parameters, and images (paths)",
         metavar="PATH",
         is_common=True,
     )
+
+    image: tuple[str, ...] = setting(
+        (),
+        help="image file for every --prompt; images stand where the prompt has the model's text "
+        "for them, such as <|image_pad|>, or before it",
+        metavar="PATH",
+        needs=("prompt",),
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

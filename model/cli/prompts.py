@@ -26,8 +26,9 @@ from model.control.submission import Retained
 from model.errors import InvalidArgumentError, UsageError, shown
 from model.tiny import DEMO_PROMPTS
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _BESIDE = frozenset(one.name for one in settings_of(SampleOptions))
+_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - _BESIDE
+_INPUTS = {"prompt", "images"}
 _DRAWS = ("top_k", "top_p", "min_p", "seed", "n")
 _CHANGES = (
     "repetition_penalty",
@@ -51,12 +52,14 @@ class PromptSpec:
         text: the prompt.
         params: how its tokens are chosen.
         samples: how many times it is continued, and when.
+        images: paths of its images.
     """
 
     where: str
     text: str
     params: SamplingParams
     samples: SampleOptions
+    images: tuple[str, ...] = ()
 
 
 def read_command_line(
@@ -92,7 +95,7 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
         params, beside = _params(where, index, options, entry)
         for stop in params.stop:
             _check_encodable(f"{where}: stop", stop)
-        specs.append(PromptSpec(where, text, params, beside))
+        specs.append(PromptSpec(where, text, params, beside, _images(where, entry)))
     return specs
 
 
@@ -102,9 +105,10 @@ def _entries(
     for number, text in enumerate(options.prompts.prompt, start=1):
         if text == "-":
             where = "--prompt - (stdin)"
-            yield where, {"prompt": _stdin_text(where, stdin).rstrip("\n")}
+            prompt = _stdin_text(where, stdin).rstrip("\n")
         else:
-            yield f"--prompt (number {number})", {"prompt": text}
+            where, prompt = f"--prompt (number {number})", text
+        yield where, {"prompt": prompt, "images": [*options.prompts.image]}
     if options.prompts.prompts_file is not None:
         yield from _file_entries(options.prompts.prompts_file)
     elif not options.prompts.prompt:
@@ -186,11 +190,18 @@ def _parsed(where: str, line: str) -> Mapping[str, object]:
         raise UsageError(f"{where}: its lists or objects are nested too deeply") from error
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: wanted an object with a prompt, got {type(entry).__name__}")
-    unknown = sorted(entry.keys() - _FIELDS - _BESIDE - {"prompt"})
+    unknown = sorted(entry.keys() - _FIELDS - _BESIDE - _INPUTS)
     if unknown:
-        known = ", ".join(sorted(_FIELDS | _BESIDE))
+        known = ", ".join(sorted(_FIELDS | _BESIDE | {"images"}))
         raise UsageError(f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}")
     return entry
+
+
+def _images(where: str, entry: Mapping[str, object]) -> tuple[str, ...]:
+    paths = entry.get("images") or []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise UsageError(f"{where}: images: wanted a list of paths, got {shown(paths)}")
+    return tuple(paths)
 
 
 def _params(
@@ -201,7 +212,7 @@ def _params(
         own = {
             name: _value(name, value)
             for name, value in entry.items()
-            if name != "prompt" and value is not None
+            if name not in _INPUTS and value is not None
         }
     except InvalidArgumentError as error:
         raise UsageError(f"{where}: {error}") from error

@@ -29,6 +29,8 @@ from model.cli.start import input_errors, start, warm_up
 from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
+from model.control.config import EngineConfig
+from model.control.images import PromptImages
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.submission import Submission, salted
 from model.engine import Engine, TwinEngine, engine_of
@@ -38,6 +40,9 @@ from model.forward.lora import Adapters
 from model.forward.ranges import DeviceRanges
 from model.load.loader import LoadedModel
 from model.trace import write_trace
+
+_Encoded = tuple[list[int], PromptImages | None]
+"""The tokens of a prompt, and its images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
             expert_parallel=what.expert_parallel,
             is_exact=options.output.verify,
         )
-    prompts = _encode(model, specs)
+    prompts = _encode(model, specs, options.engine)
     engine = _engine(options, model, backend, specs, prompts)
     if isinstance(engine, TwinEngine) and not engine.leads:
         return _follow(model, engine)
@@ -176,12 +181,12 @@ def _engine(
     model: LoadedModel,
     backend: backends.Backend,
     specs: Sequence[PromptSpec],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[_Encoded],
 ) -> Engine:
     """An engine with room for the prompts, unless its size was given."""
     lengths = tuple(  # the last token is handed out and never computed
         len(prompt) + spec.params.max_tokens - 1
-        for spec, prompt in zip(specs, prompts, strict=True)
+        for spec, (prompt, _) in zip(specs, prompts, strict=True)
         for _ in range(spec.samples.n)
     )
     config = dataclasses.replace(options.engine, expected_lengths=lengths)
@@ -204,21 +209,26 @@ def _follow(model: LoadedModel, engine: TwinEngine) -> int:
     return 0
 
 
-def _encode(model: LoadedModel, specs: Sequence[PromptSpec]) -> list[list[int]]:
-    prompts = []
+def _encode(
+    model: LoadedModel, specs: Sequence[PromptSpec], limits: EngineConfig
+) -> list[_Encoded]:
+    prompts: list[_Encoded] = []
     for spec in specs:
         try:
-            prompts.append(model.codec.encode(spec.text))
+            if spec.images:
+                prompts.append(model.images.encode(spec.text, spec.images, limits))
+            else:
+                prompts.append((model.codec.encode(spec.text), None))
         except InvalidArgumentError as error:
             raise UsageError(f"{spec.where}: {error}") from error
     return prompts
 
 
 def _queue(
-    engine: Engine, specs: Sequence[PromptSpec], prompts: Sequence[Sequence[int]]
+    engine: Engine, specs: Sequence[PromptSpec], prompts: Sequence[_Encoded]
 ) -> list[Request]:
     requests: list[Request] = []
-    for spec, prompt in zip(specs, prompts, strict=True):
+    for spec, (prompt, images) in zip(specs, prompts, strict=True):
         try:
             requests += engine.submit(
                 Submission(
@@ -228,6 +238,7 @@ def _queue(
                     priority=spec.samples.priority,
                     namespace=salted(spec.samples.cache_salt, spec.samples.lora_name),
                     retain=[one.retention for one in spec.samples.retain],
+                    images=images,
                 )
             )
         except InvalidArgumentError as error:

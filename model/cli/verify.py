@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from model.attention.attention import IMPLEMENTATION
 from model.control.request import FinishReason, Request
 from model.forward.lora import Adapters
+from model.load.images import ImagePrompt
 from model.load.loader import LoadedModel
 
 
@@ -40,7 +41,11 @@ class Mismatch:
 
 
 def dense_tokens(
-    model: LoadedModel, prompt: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int]
+    model: LoadedModel,
+    prompt: Sequence[int],
+    max_tokens: int,
+    stop_token_ids: Sequence[int],
+    images: ImagePrompt | None = None,
 ) -> list[int]:
     """Generate greedily with Transformers alone. One dense pass a token."""
     network = model.network
@@ -64,6 +69,7 @@ def dense_tokens(
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 generation_config=plain,
+                **({} if images is None else images.on(network.device, network.dtype)),
             )
     finally:
         network.generation_config = inherited
@@ -93,7 +99,10 @@ def find_mismatch(
     if not request.params.ignore_eos:
         stops |= model.eos_token_ids
     with nullcontext() if adapters is None else adapters.choosing_for_all(request.namespace):
-        dense = dense_tokens(model, request.prompt_tokens, request.params.max_tokens, sorted(stops))
+        images = request.images if isinstance(request.images, ImagePrompt) else None
+        dense = dense_tokens(
+            model, request.prompt_tokens, request.params.max_tokens, sorted(stops), images
+        )
     if request.params.stop:
         dense = dense[: len(paged)]
     position = _first_difference(paged, dense)

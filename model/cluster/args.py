@@ -51,7 +51,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ClusterOptions:
         served_model_name=PurePath(model.path).name,
         api_keys=keys_of_environment(),
     )
-    engine = said.of(EngineConfig, record_events=True)
+    if "serve_kv" in said.given(EngineConfig):
+        raise UsageError("--serve-kv has no meaning here: all replicas would have one address")
+    if "max_loras" in said.given(EngineConfig):
+        raise UsageError("--max-loras has no meaning here: a client reaches one of the replicas")
+    engine = said.of(EngineConfig, record_events=True, shares_disk=True)
     serve.check_adapters(engine.lora)
     cluster = said.of(ClusterConfig)
     return ClusterOptions(cluster=cluster, serve=serve, model=model, engine=engine)

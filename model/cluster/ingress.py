@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
+from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -37,11 +39,15 @@ from model.cluster.config import ClusterOptions
 from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Forwarded, Piece
 from model.errors import ModelError
 from model.serve.app import meet_clients
+from model.serve.blocks import OtherRequest
+from model.serve.conversation import conversation
 from model.serve.errors import ApiError, api_error
-from model.serve.protocol import ChatRequest, CompletionRequest, conversation
+from model.serve.messages import MessagesRequest
+from model.serve.protocol import ChatRequest, CompletionRequest
+from model.serve.responses import ResponsesRequest
 
 if TYPE_CHECKING:  # the driver names this class without loading torch
-    from model.load.loader import TextCodec
+    from model.load.codec import TextCodec
 
 _LOST = (RayError, RayServeException, ConnectionError)
 _LOST_TEXT = "the replica that worked on the request was lost"
@@ -51,15 +57,15 @@ _SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "
 _LOOK_S = 5.0  # the longest that a request which is no POST waits for a replica
 _LONG_BODY = 4096  # bytes; a longer prompt is tokenized on a thread
 _MAX_TOKEN = (1 << 32) - 1
+_CHATS: dict[str, type[ChatRequest | OtherRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
 
 
 class ReplicaLostError(EngineFaultError):
     """The replica that worked on a request is gone."""
-
-
-_LOST_EVENT = (
-    f"data: {json.dumps(api_error(ReplicaLostError(_LOST_TEXT)).body)}\n\ndata: [DONE]\n\n"
-).encode()
 
 
 class Ingress:
@@ -77,6 +83,9 @@ class Ingress:
         self._replicas = replicas
         self._serve = options.serve
         self._codec: TextCodec = import_module("model.load.loader").load_codec(options.model.path)
+        self._adapters: dict[str, int] = {}
+        if options.engine.lora:
+            self._adapters = import_module("model.forward.lora").read_versions(options.engine.lora)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray calls it once
         """Return the application that Ray serves to clients."""
@@ -98,11 +107,11 @@ class Ingress:
     async def _forward(self, request: Request) -> Response:
         body = await request.body()
         scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
-        path = request.scope["path"]
+        about = body, self._codec, self._serve.template_options, self._adapters
         if len(body) > _LONG_BODY:
-            prompt = await asyncio.to_thread(prompt_of, path, body, self._codec)
+            prompt = await asyncio.to_thread(prompt_of, request.scope["path"], *about)
         else:
-            prompt = prompt_of(path, body, self._codec)
+            prompt = prompt_of(request.scope["path"], *about)
         return _Answer(self, Forwarded(scope, body, *prompt))
 
     async def _metrics(self, _: Request) -> Response:
@@ -118,32 +127,56 @@ class Ingress:
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def prompt_of(path: str, body: bytes, codec: TextCodec) -> tuple[Sequence[int], kvcore.Namespace]:
+def prompt_of(
+    path: str,
+    body: bytes,
+    codec: TextCodec,
+    template_options: dict[str, object] | None = None,
+    adapters: Mapping[str, int] | None = None,
+) -> tuple[Sequence[int], kvcore.Namespace]:
     """Return the tokens of a request's prompts, and their namespace. O(body).
 
     There are none where the request has no prompt or is malformed: then any replica answers it.
+
+    Args:
+        path: of the request.
+        body: of the request.
+        codec: the tokenizer.
+        template_options: of the chat template.
+        adapters: the version of each LoRA adapter, by the name that requests give as the model.
     """
-    asked: CompletionRequest | ChatRequest
     tokens: Sequence[int]
     try:
         if path == "/v1/completions":
-            asked = CompletionRequest.model_validate_json(body)
-            every = [codec.encode(p) if isinstance(p, str) else p for p in asked.prompts]
+            plain = CompletionRequest.model_validate_json(body)
+            every = [codec.encode(p) if isinstance(p, str) else p for p in plain.prompts]
             tokens = every[0] if len(every) == 1 else list(chain.from_iterable(every))
-        elif path == "/v1/chat/completions":
-            asked = ChatRequest.model_validate_json(body)
+            model, namespace = plain.model, plain.namespace
+        elif path in _CHATS:
+            asked = _CHATS[path].model_validate_json(body).chat()
             tokens = codec.encode_chat(
                 conversation(asked.messages),
                 opens_answer=asked.opens_answer,
-                options=asked.chat_template_kwargs,
+                options=(template_options or {}) | asked.template_options,
             )
+            model, namespace = asked.model, asked.namespace
         else:
             return (), kvcore.DEFAULT_NAMESPACE
-    except (ValueError, ApiError, ModelError):
+    except (ValueError, ApiError, ModelError, RequestValidationError):
         return (), kvcore.DEFAULT_NAMESPACE
     if not tokens or min(tokens) < 0 or max(tokens) > _MAX_TOKEN:
         return (), kvcore.DEFAULT_NAMESPACE
-    return tokens, asked.namespace
+    version = (adapters or {}).get(model or "")
+    if version is not None:
+        namespace = replace(namespace, lora_name=model, lora_version=version)
+    return tokens, namespace
+
+
+def lost_event(path: object) -> bytes:
+    """Return the end of a stream whose replica is lost, as clients of the path read it. O(1)."""
+    told = f"data: {json.dumps(api_error(ReplicaLostError(_LOST_TEXT)).body)}\n\n"
+    is_named = path in {"/v1/messages", "/v1/responses"}
+    return (f"event: error\n{told}" if is_named else f"{told}data: [DONE]\n\n").encode()
 
 
 def merged(pages: Iterable[tuple[str, str]]) -> Iterable[Metric]:
@@ -231,7 +264,7 @@ class _Answer(Response):
             if not self._has_started:
                 return False
             if self._is_event_stream:  # else the client sees that its answer is cut off
-                await send_body(_body(_LOST_EVENT, is_last=True))
+                await send_body(_body(lost_event(self._asked.scope["path"]), is_last=True))
         return True
 
     async def _start(

@@ -44,10 +44,18 @@ _NEAR = 6  # a number this close to one of them comes from it too
 _TRIALS = ((1, 1), (2, 1), (13, 6), (300, 40))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, chosen: Tensor | None = None
+) -> Tensor:
     """The place in a trace where a layer attends; never run."""
-    del key, layer
+    del key, layer, chosen
     return query.new_empty(*query.shape[:2], value.shape[2])
+
+
+def _choose(query: Tensor, weights: Tensor, key: Tensor, layer: int, count: int) -> Tensor:
+    """The place in a trace where an index chooses tokens; never run."""
+    del weights, key, layer
+    return query.new_empty((query.shape[0], count), dtype=torch.int32)
 
 
 def _recur(
@@ -60,9 +68,13 @@ def _recur(
 
 _library = torch.library.Library("kvcore_trace", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "attend(Tensor query, Tensor key, Tensor value, int layer) -> Tensor"
+    "attend(Tensor query, Tensor key, Tensor value, int layer, Tensor? chosen=None) -> Tensor"
 )
 _library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "choose(Tensor query, Tensor weights, Tensor key, int layer, int count) -> Tensor"
+)
+_library.impl("choose", _choose, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "recur(Tensor[] given, int number, int[] shape, ScalarType dtype) -> Tensor"
 )
@@ -133,11 +145,16 @@ class TracedNetwork:
         run, computed = self._choose(num_tokens, rows)
         passing = RecurrentPass.of_fresh([num_tokens]) if recurrent and states is None else states
 
-        def call(layer: int, *given: Tensor) -> Tensor:
+        def call(layer: int, *given: Any) -> Tensor:  # noqa: ANN401  # as `_simplify` has it
             if layer < 0 and passing is not None:
                 return recurrent[~layer].run(passing, given)
-            query, key, value = given
-            return attend(layer, query, key, value, terms[layer])
+            query, key, value, *more = given
+            if not more:
+                return attend(layer, query, key, value, terms[layer])
+            (chosen,) = more
+            if isinstance(chosen, int):  # a count: these are of an index
+                return paged.choose(layer, query, key, value, chosen)
+            return attend(layer, query, key, value, terms[layer], chosen)
 
         logits = run(input_ids, position_ids, computed, num_tokens, computed.shape[0], call)
         return logits if computed is rows else logits[: rows.shape[0]]
@@ -218,11 +235,22 @@ class _Noting:
         self._terms = terms
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Leave a mark."""
         self._terms[layer] = terms
-        marked: Tensor = torch.ops.kvcore_trace.attend(query, key, value, layer)
+        marked: Tensor = torch.ops.kvcore_trace.attend(query, key, value, layer, chosen)
+        return marked
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """Leave a mark."""
+        marked: Tensor = torch.ops.kvcore_trace.choose(query, weights, key, layer, count)
         return marked
 
 
@@ -377,8 +405,11 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
     """Remove a no-op; make attention a call; refuse what cannot be replayed."""
     target: Any = node.target
     if target is torch.ops.kvcore_trace.attend.default:
-        query, key, value, layer = node.args
-        node.target, node.args = operator.call, (call, layer, query, key, value)
+        query, key, value, layer, *chosen = node.args
+        node.target, node.args = operator.call, (call, layer, query, key, value, *chosen)
+    elif target is torch.ops.kvcore_trace.choose.default:
+        query, weights, key, layer, count = node.args
+        node.target, node.args = operator.call, (call, layer, query, weights, key, count)
     elif target is torch.ops.kvcore_trace.recur.default:
         given, number, *_ = node.args
         node.target, node.args = operator.call, (call, ~number, *given)  # type: ignore[operator,misc]
@@ -477,11 +508,24 @@ class Mixing:
     """A pass whose results depend on all its arguments, and on nothing else."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Mix the arguments."""
         shift = (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
+        if chosen is not None:
+            shift = shift + chosen.to(query.dtype).mean() / 8
         return query[..., : value.shape[2]] * terms.scale + shift
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """Mix the arguments."""
+        mixed = query.float().sum((1, 2)) * 16 + weights.sum(1) + key.float().sum((1, 2)) + layer
+        return mixed.to(torch.int32)[:, None] + torch.arange(count, device=key.device).int()
 
 
 def _check(

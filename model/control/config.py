@@ -28,8 +28,11 @@ _EXCLUSIVE = (
     ("draft_model", "drafts"),
     ("batch_invariant", "compile"),
     ("batch_invariant", "lora"),
+    ("batch_invariant", "max_loras"),
     ("sanitize", "compile"),
 )
+
+_TIERS = ("host_memory_bytes", "disk", "peer")
 
 _NGRAM_DRAFTS, _MODEL_DRAFTS = 8, 4
 """The default number of draft tokens: an n-gram look-up costs no forward pass, a model one each."""
@@ -132,6 +135,12 @@ class EngineConfig(StepLimits):
         "for; steps with adapters run without CUDA graphs",
         metavar="NAME=PATH",
     )
+    max_loras: int | None = setting(
+        None,
+        help="load and unload LoRA adapters while serving, from folders that clients name, at most "
+        "so many at once (default: only those of --lora)",
+        least=1,
+    )
     enable_prefix_caching: bool = setting(
         True,
         help="prefix caching: reuse the blocks of a cached prefix instead of recomputing it",
@@ -173,6 +182,29 @@ class EngineConfig(StepLimits):
         unit="bytes",
         flag="disk-size",
         needs=("disk",),
+    )
+    peer: tuple[str, ...] = setting(
+        (),
+        help="tiers: address of another process of the same model that serves copies of its KV "
+        "cache blocks (--serve-kv), which are loaded from there",
+        least=1,
+        metavar="HOST:PORT",
+    )
+    serve_kv: str | None = setting(
+        None,
+        help="tiers: address at which peers may load the copies in host memory and on disk; port "
+        "0: any free port (default: none)",
+        least=1,
+        metavar="HOST:PORT",
+        needs=("host_memory_bytes", "disk"),
+    )
+    kv_secret: str | None = setting(
+        None,
+        help="tiers: file with the secret that peers share, wanted unless all their addresses are "
+        "on this machine (127.0.0.1)",
+        least=1,
+        metavar="PATH",
+        needs=("peer", "serve_kv"),
     )
     eager: bool = setting(
         False,
@@ -233,6 +265,25 @@ class EngineConfig(StepLimits):
         "millisecond of each token is not counted",
         above=0,
     )
+    max_images: int = setting(
+        16, help="images: the most of them in a prompt", least=0, most=1 << 16
+    )
+    max_image_bytes: int = setting(
+        20 << 20, help="images: the most bytes of an image file", least=1, unit="bytes"
+    )
+    max_image_pixels: int = setting(
+        1 << 25,
+        help="images: the most pixels of an image, width times height, which are known before any "
+        "of them is decoded",
+        least=1,
+    )
+    encoder_cache_bytes: int = setting(
+        512 << 20,
+        help="images: memory for outputs of the vision tower, of the images used last; an image "
+        "whose tokens are in the prefix cache needs none",
+        least=0,
+        unit="bytes",
+    )
     record_lifetimes: bool = setting(
         False,
         help="count for how many steps blocks live, stay idle and wait for a prefix cache hit",
@@ -248,13 +299,23 @@ class EngineConfig(StepLimits):
     shares_disk: bool = False
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether there are LoRA adapters, or may be. O(1)."""
+        return bool(self.lora) or self.max_loras is not None
+
+    @property
     def has_tiers(self) -> bool:
-        """Whether host memory or a disk keeps copies. O(1)."""
-        return self.host_memory_bytes is not None or self.disk is not None
+        """Whether host memory, a disk or a peer has copies. O(1)."""
+        return bool(self.tier_settings)
+
+    @property
+    def tier_settings(self) -> tuple[str, ...]:
+        """The settings that ask for tiers. O(1)."""
+        return tuple([name for name in _TIERS if getattr(self, name)])
 
     def without_tiers(self) -> "EngineConfig":
         """The same, where nothing but the cache keeps blocks. O(settings)."""
-        names = ("host_memory_bytes", "disk", "disk_bytes")
+        names = (*_TIERS, "disk_bytes", "serve_kv", "kv_secret")
         defaults = {one.name: one.default for one in settings_of(EngineConfig) if one.name in names}
         return replace(self, **defaults)  # type: ignore[arg-type]
 
@@ -265,11 +326,11 @@ class EngineConfig(StepLimits):
                 raise InvalidArgumentError(
                     f"{one}: cannot be combined with {other}; give one of them"
                 )
-        for name in ("host_memory_bytes", "disk"):
-            if getattr(self, name) is not None and not self.enable_prefix_caching:
-                raise InvalidArgumentError(
-                    f"{name}: wanted prefix caching, which is off; remove --no-prefix-cache"
-                )
+        if self.has_tiers and not self.enable_prefix_caching:
+            raise InvalidArgumentError(
+                f"{self.tier_settings[0]}: wanted prefix caching, which is off; remove "
+                "--no-prefix-cache"
+            )
         if self.is_speculative and self.async_scheduling:
             source = "drafts" if self.draft_model is None else "draft_model"
             raise InvalidArgumentError(

@@ -39,6 +39,7 @@ class SamplingParams:
         InvalidSettingError: a value that is not allowed.
     """
 
+    n: int = setting(1, help="number of outputs for each prompt", least=1, most=1024, flag="")
     max_tokens: int = setting(
         64,
         help="largest number of tokens to generate for each prompt",
@@ -122,6 +123,11 @@ class SamplingParams:
         most=MAX_INT,
     )
     ignore_eos: bool = setting(False, help="continue after the model's end-of-sequence token")
+    skip_special_tokens: bool = setting(
+        True,
+        help="leave special tokens, such as the one that ends a text, out of the text",
+        flag="",
+    )
     logprobs: int | None = setting(
         None,
         help="report the log-probability of each token and of this many of the most likely tokens, "

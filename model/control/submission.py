@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Self
 
 import kvcore
+from model.control.images import PromptImages
 from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, InvalidSettingError
 
@@ -80,9 +81,10 @@ class Submission:
     Attributes:
         prompt: text, or token ids.
         params: its sampling parameters.
-        num_samples: the number of outputs; the prompt is computed once, and each sample is a
-            request of its own.
+        num_samples: the number of outputs; 1: as many as `params.n` says. The prompt is computed
+            once, and each sample is a request of its own.
         priority: lower numbers run first.
+        client: whose request it is; clients take turns (`control/clients.py`).
         namespace: requests share cached prefixes only within a namespace; its `lora_name` is the
             adapter that computes them.
         retain: ranges of its tokens to keep in the prefix cache longer than others.
@@ -90,6 +92,8 @@ class Submission:
             prompts that part there; that of its end is kept anyway.
         items: multimodal items that its tokens stand for (images, audio), in order. They are part
             of the prefix cache identity only: the runner computes the embeddings of tokens.
+        images: the images that its tokens stand for, which the runner computes too; they have items
+            of their own.
 
     Raises:
         InvalidArgumentError: fewer than one sample.
@@ -100,11 +104,15 @@ class Submission:
     _: KW_ONLY
     num_samples: int = 1
     priority: int = 0
+    client: str | None = None
     namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE
     retain: Sequence[kvcore.Retention] = ()
     boundaries: Sequence[int] = ()
     items: Sequence[kvcore.MultimodalItem] = ()
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise InvalidArgumentError(f"num_samples: wanted at least 1, got {self.num_samples}")
+        if self.num_samples == 1:
+            object.__setattr__(self, "num_samples", self.params.n)

@@ -17,6 +17,7 @@ Does not know: what a step computes, sampling.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,6 +93,19 @@ class BatchInvariantBackend:
         terms = replace(terms, batch_invariant=True)
         batch = _token_by_token(batch)
         return self._inner.paged_attention(query, cache, batch, terms, out=out)
+
+    def attend_chosen(
+        self,
+        query: Tensor,
+        cache: backends.KVCache,
+        batch: backends.PagedBatch,
+        chosen: Tensor,
+        terms: backends.AttentionTerms,
+    ) -> Tensor:
+        """As `SparseBackend.attend_chosen`, which takes each token by itself anyway."""
+        terms, sparse = replace(terms, batch_invariant=True), cast("Any", self._inner)
+        out: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)
+        return out
 
 
 def _token_by_token(batch: backends.PagedBatch) -> backends.PagedBatch:

@@ -9,7 +9,7 @@ Does not know: requests, sampling, why there are `num_blocks` blocks, how a step
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import backends
+import kvcore
 from kvcore.adapters.recurrent import RecurrentPass, Run, StateStep, cache_argument
 from model.attention.attention import PagedPass, logits_of
 from model.attention.batch import StepTensors
@@ -24,12 +25,12 @@ from model.attention.latents import absorb
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
-from model.caches.layout import plan_layout
+from model.caches.layout import IndexShape, plan_layout
 from model.compile.few_rows import kernels_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
-from model.errors import UnsupportedModelError
-from model.forward.lora import Adapters, read_adapter
+from model.errors import InvalidArgumentError, UnsupportedModelError
+from model.forward.lora import Adapter, Adapters, read_adapter
 from model.load.loader import LoadedModel
 from model.load.probes import check_tokens_alone, probe_layers, run_probe
 from model.load.recurrence import probe_recurrence
@@ -44,14 +45,30 @@ class _Noting:
 
     def __init__(self) -> None:
         self.calls: dict[int, tuple[int, torch.dtype, backends.AttentionTerms]] = {}
+        self.indexes: dict[int, int] = {}  # the heads of a layer's index
+        self.counts: dict[int, int] = {}  # the tokens that are chosen for a layer
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Note the call; zeros."""
         del key
         self.calls[layer] = (query.shape[1], query.dtype, terms)
+        if chosen is not None:
+            self.counts[layer] = chosen.shape[1]
         return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """Note the call; zeros."""
+        del weights
+        self.indexes[layer] = query.shape[1]
+        return key.new_zeros((len(key), count), dtype=torch.int32)
 
 
 class PagedNetwork:
@@ -87,6 +104,8 @@ class PagedNetwork:
                     f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
+            if shape.index is not None:
+                _check_index(backend, layer, shape.index)
         self.layout = plan_layout([*shapes.values()], [*shapes], states)
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
@@ -266,7 +285,9 @@ class PagedNetwork:
             layer = self.layout.numbers[index]
             cache, window = self.caches.layers[layer], self.layout.layers[layer].window
             shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
-            kind = (num_q_heads, dtype, *shapes, cache.layout, window)
+            own, num_chosen = self.caches.indexes.get(layer), noting.counts.get(index, 0)
+            index_heads = noting.indexes.get(index, 0)
+            kind = (num_q_heads, dtype, *shapes, cache.layout, window, num_chosen, index_heads)
             calls.setdefault(
                 (*kind, terms.soft_cap, terms.sinks is None),
                 backends.LayerCall(
@@ -275,6 +296,8 @@ class PagedNetwork:
                     cache,
                     replace(terms, window=window),
                     shared_prefix=worth[self.layout.places[layer][0]] is not None,
+                    num_chosen=num_chosen,
+                    index=None if own is None else backends.IndexCall(index_heads, own),
                 ),
             )
         return tuple(calls.values())
@@ -291,18 +314,40 @@ class PagedNetwork:
                 found[group] = Worth(*least, layer.token_bytes)
         return tuple(found)
 
-    def add_adapters(self, texts: Sequence[str]) -> None:
-        """Read LoRA adapters, each `NAME=PATH`, and check them in a pass.
+    def allow_adapters(self, most: int | None) -> None:
+        """Let LoRA adapters be added, at most that many at once; None: any number. O(1)."""
+        self.adapters = Adapters(self._network, most)
+
+    def read_adapter(self, text: str) -> Adapter:
+        """Read a LoRA adapter of this network, `NAME=PATH`; from any thread. O(its bytes).
 
         Raises:
-            InvalidArgumentError: one is not of this form, or two have one name.
-            ModelNotFoundError: one is not there, or broken.
-            UnsupportedModelError: one cannot be applied to this network exactly.
+            InvalidArgumentError: it is not of this form.
+            ModelNotFoundError: it is not there, or broken.
+            UnsupportedModelError: it cannot be applied to this network exactly.
         """
-        adapters = Adapters(self._network, [read_adapter(text, self._network) for text in texts])
-        with adapters.checking(_CHECKED_TOKENS):
-            run_probe(self._network, self.device, _CHECKED_TOKENS)
-        self.adapters = adapters
+        return read_adapter(text, self._network)
+
+    def add_adapter(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
+        """Let requests ask for an adapter, after it is checked in a pass of a few tokens.
+
+        Args:
+            adapter: read for this network.
+            in_use: the namespaces of unfinished requests.
+
+        Raises:
+            InvalidArgumentError: another one has its name, there are too many, or none are allowed.
+            UnsupportedModelError: it cannot be applied to this network exactly.
+        """
+        if self.adapters is None:
+            raise InvalidArgumentError("lora: wanted --max-loras, without which none is loaded")
+        self.adapters.add(adapter, in_use)
+        try:
+            with self.adapters.checking(adapter, _CHECKED_TOKENS):
+                run_probe(self._network, self.device, _CHECKED_TOKENS)
+        except UnsupportedModelError:
+            self.adapters.remove(adapter.name, in_use)
+            raise
 
     def logits(
         self,
@@ -318,7 +363,7 @@ class PagedNetwork:
             backend: computes attention; None: the network's own backend.
             by_module: run the modules, with what is hooked to them, even if they were traced.
         """
-        traced = None if by_module else self._traced
+        traced = None if by_module or step.images is not None else self._traced
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
@@ -336,6 +381,7 @@ class PagedNetwork:
                     step.logit_rows,
                     paged=paged,
                     **self._named(states),
+                    **({} if step.images is None else step.images(step.input_ids)),
                 )
 
     def _states_of(self, step: StepTensors) -> RecurrentPass | None:
@@ -349,3 +395,16 @@ class PagedNetwork:
     def _named(self, states: RecurrentPass | None) -> dict[str, RecurrentPass]:
         """The states as an argument of the network."""
         return {} if states is None else {self._cache_argument: states}
+
+
+def _check_index(backend: backends.Backend, layer: int, index: IndexShape) -> None:
+    can = backend.capabilities
+    if index.dim > can.max_index_dim or index.count > can.max_chosen:
+        has = "none"
+        if can.max_index_dim:
+            has = f"at most {can.max_chosen} tokens by keys of {can.max_index_dim} numbers"
+        raise UnsupportedModelError(
+            f"backend {backend.name}: layer {layer} attends to {index.count} tokens that an index "
+            f"with keys of {index.dim} numbers chooses, and this backend chooses {has}; use "
+            f"--backend triton or --backend numba"
+        )

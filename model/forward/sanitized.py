@@ -389,7 +389,9 @@ def _poison(caches: KVCaches, blocks: list[int] | None) -> None:
     """Fill the slots of some blocks, or of all, with NaN."""
     if blocks is not None and not blocks:
         return
-    of_layers = [tensor for cache in caches.layers for tensor in cache.tensors]
+    of_layers = [
+        tensor for cache in (*caches.layers, *caches.indexes.values()) for tensor in cache.tensors
+    ]
     for tensor in (*of_layers, *(state.blocks for state in caches.states.values())):
         if tensor.is_floating_point():
             tensor[slice(None) if blocks is None else blocks] = float("nan")

@@ -12,7 +12,7 @@ Does not know: how requests are scheduled, what becomes of a token.
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from model.attention.batch import BatchBuilder, StepTensors, chosen_ids
 from model.caches.swap import BlockMover
 from model.control.request import Request
 from model.control.step import FORWARD, PREPARE, SAMPLE, Flight, Step, StepWatch, rows_behind
+from model.errors import ModelError
 from model.forward.cuda_graphs import CudaGraphs, Passed
+from model.forward.image_encoder import ImageEncoder
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
@@ -51,6 +53,7 @@ class StepRunner:
         is_async: whether steps are sent before the tokens of the previous one are read.
         sanitizer: the backend, if it checks each step.
         drawn: a shared buffer for drawn tokens; None: a buffer of its own.
+        images: the network's vision tower; None: it takes no images.
 
     Attributes:
         is_async: as above.
@@ -66,11 +69,13 @@ class StepRunner:
         is_async: bool,
         sanitizer: SanitizedBackend | None = None,
         drawn: Tensor | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
         self._network = network
         self._sanitizer = sanitizer
         self._mover = mover
         self._sampler = sampler
+        self._images = images
         chunks, worth = network.layout.chunks, network.shared_worth()
         has_states = bool(network.layout.states)
         self._builders = [
@@ -108,6 +113,14 @@ class StepRunner:
         """Keep nothing of a request that has ended. O(1)."""
         self._sampler.discard(request)
 
+    def encode_images(self, step: Step) -> Mapping[Request, ModelError]:
+        """Run the vision tower for the images of a step, before `send`. A pass for each new image.
+
+        Returns:
+            The requests that it failed for, and why.
+        """
+        return {} if self._images is None else self._images.encode(step.chunks)
+
     def send(
         self,
         step: Step,
@@ -134,6 +147,8 @@ class StepRunner:
         if self._sanitizer is not None:
             network = self._network
             self._sanitizer.begin_step(step, tensors, network.caches, network.layout)
+        if self._images is not None:
+            tensors = self._images.prepared(step.chunks, tensors)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
             num_scored = sum(map(_num_scored, step.chunks))
@@ -143,7 +158,7 @@ class StepRunner:
                 with adapters.choosing(groups):
                     passed = self._pass(tensors, may_replay=False, by_module=True)
             else:
-                passed = self._pass(tensors, may_replay=not num_scored)
+                passed = self._pass(tensors, may_replay=not num_scored and tensors.images is None)
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])

@@ -33,17 +33,17 @@ from model.errors import UnsupportedModelError
 from model.load.probes import probe_layers
 from model.load.recurrence import find_states
 
-_SERVED = {"full_attention", "sliding_attention", "chunked_attention"}
+_SERVED = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _STATE = "a recurrent state outside Transformers' cache"
 _KINDS = (  # a part of the name of a layer's type or class, and what it is
     *((part, _STATE) for part in ("mamba", "mixer", "rwkv", "lstm", "recurrent", "delta")),
     *((part, _STATE) for part in ("linear_attention", "linearattention", "lightning")),
     ("conv", "a convolution whose last inputs are outside Transformers' cache"),
     ("hybrid", "attention beside a state"),
-    ("index", "sparse attention, whose index is not paged"),
+    ("index", "an index over groups of tokens, whose keys are not paged"),
     ("sparse_attention", "sparse attention over what is not paged"),
     ("sparseattention", "sparse attention over what is not paged"),
-    ("compressed", "attention over compressed keys, which are not paged"),
+    ("compress", "attention over keys made of several tokens each, which are not paged"),
     ("hashing", "attention over buckets of hashes"),
 )
 

@@ -15,11 +15,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -27,7 +26,6 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -39,8 +37,8 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
+from model.control.params import SamplingParams
 from model.errors import (
-    InvalidArgumentError,
     ModelError,
     ModelNotFoundError,
     UnsupportedModelError,
@@ -56,8 +54,14 @@ from model.load.checkpoint import (
     read_object,
     reason,
 )
+from model.load.codec import NO_PANIC, HuggingFaceCodec, TextCodec
+from model.load.images import (
+    ImageCodec,
+    NoImages,
+    load_images,
+)
 from model.load.quantised import Format, check_scales, choose_dequantised, find_format, finish
-from model.load.text import Step, TextStream
+from model.load.text import TextStream
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks
 
@@ -71,54 +75,6 @@ _NAMED_SHAPES = 3
 _UNBLAMED = {"model_type", "architectures", "transformers_version"}
 _LoadingInfo = Mapping[str, Collection[object]]
 _BLAME_S = 5.0  # the most time to spend on finding the wrong field
-
-
-class TextCodec(Protocol):
-    """Text to tokens and back."""
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, including those that the model wants at its start."""
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        """Tokens of a conversation, in the format that the model was trained on.
-
-        Args:
-            messages: each with a `role` and a `content`.
-            opens_answer: whether the tokens end where the assistant's answer starts.
-            options: further variables of the model's chat template.
-        """
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of generated tokens, without special tokens."""
-        ...
-
-    def describe(self) -> str | None:
-        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: unsupported.
-
-        O(tokens).
-        """
-        ...
-
-    def open_step(self) -> Step | None:
-        """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
-        ...
-
-
-def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
-    """A conversation for a model without a chat template: one line per message.
-
-    `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
-    """
-    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-    return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +91,7 @@ class LoadedModel:
             for the paged one.
         ranks: the processes that share the network; None: it is whole.
         draft: a smaller model of the same vocabulary for speculative decoding.
+        images: makes tokens and tensors of prompts with images.
     """
 
     name: str
@@ -145,115 +102,15 @@ class LoadedModel:
     dense_implementation: str
     ranks: Ranks | None = None
     draft: "LoadedModel | None" = None
+    images: ImageCodec | NoImages = NoImages("this model reads text alone")  # noqa: RUF009
 
-    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+    def open_text(self, params: SamplingParams) -> TextStream:
         """Start a text that this model writes. O(1)."""
-        return TextStream(self.codec.decode, stop, self.codec.open_step())
-
-
-class _NoPanic:
-    """Turns a panic of the tokenizers library's Rust code into an `Exception`."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is not None and kind.__module__ == "pyo3_runtime":
-            raise RuntimeError(
-                f"tokenizer.json makes the tokenizers library fail: {error}"
-            ) from error
-
-
-_NO_PANIC = _NoPanic()
-
-
-class _HuggingFaceCodec:
-    """A tokenizer of Transformers.
-
-    Args:
-        tokenizer: does the work.
-        max_positions: of the model; a text that is too long even if every token were the longest is
-            refused before tokenizing, which takes about 300 bytes per character. None: no limit.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> None:
-        self._tokenizer = tokenizer
-        self._max_characters: int | None = None
-        if max_positions is not None:
-            self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text, adds_special_tokens=True)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        opens_answer: bool = True,
-        options: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            return self.encode(plain_chat(messages, opens_answer=opens_answer))
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=opens_answer,
-                **dict(options or {}),  # type: ignore[arg-type]
-            )
-        except Exception as error:  # a template may raise any error
-            raise InvalidArgumentError(
-                f"messages: wanted messages that the model's chat template accepts: {reason(error)}"
-            ) from error
-        return self._encode(str(text), adds_special_tokens=False)
-
-    def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
-        if self._max_characters is not None and len(text) > self._max_characters:
-            raise InvalidArgumentError(
-                f"prompt: wanted at most {self._max_characters:,} characters, the model's "
-                f"positions times the length of its longest token, got {len(text):,}"
-            )
-        try:
-            with _NO_PANIC:
-                return list(
-                    self._tokenizer.encode(
-                        text, truncation=False, add_special_tokens=adds_special_tokens
-                    )
-                )
-        except Exception as error:  # its files may not fit together
-            raise InvalidArgumentError(
-                f"prompt: wanted text that the model's tokenizer accepts: {reason(error)}"
-            ) from error
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        with _NO_PANIC:
-            text = self._tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        return str(text)
-
-    def describe(self) -> str | None:
-        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
-            return None
-        plain = copy(tokenizer)
-        plain.no_padding()
-        plain.no_truncation()
-        return str(plain.to_str())
-
-    def open_step(self) -> Step | None:
-        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
-            return None
-        step = partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
-
-        def guarded(tokens: list[int]) -> str | None:
-            with _NO_PANIC:
-                return step(tokens)
-
-        return guarded
+        codec = self.codec
+        if params.skip_special_tokens:
+            return TextStream(codec.decode, params.stop, codec.open_step())
+        decode = partial(codec.decode, skip_special_tokens=False)
+        return TextStream(decode, params.stop, codec.open_step(skip_special_tokens=False))
 
 
 def load_model(
@@ -298,8 +155,13 @@ def load_model(
     if ranks is not None:
         ranks.end_turn()
         check_cut(network, ranks)
-    codec = _load_codec(source, _max_positions(config))
-    return wrap_network(name, network, codec, ranks)
+    codec = _load_codec(source, config)
+    images: ImageCodec | NoImages = NoImages(f"{name!r} is one file of text alone")
+    if ranks is not None:
+        images = NoImages("cannot be used with --tp")
+    elif source.gguf is None:
+        images = load_images(source.name, source.options, network, codec)
+    return wrap_network(name, network, codec, ranks, images)
 
 
 def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
@@ -342,11 +204,15 @@ def load_codec(name: str) -> TextCodec:
         ModelNotFoundError: there is no such model, or its tokenizer does not load.
     """
     source = _resolve(name)
-    return _load_codec(source, _max_positions(_load_config(source)))
+    return _load_codec(source, _load_config(source))
 
 
 def wrap_network(
-    name: str, network: PreTrainedModel, codec: TextCodec, ranks: Ranks | None = None
+    name: str,
+    network: PreTrainedModel,
+    codec: TextCodec,
+    ranks: Ranks | None = None,
+    images: ImageCodec | NoImages | None = None,
 ) -> LoadedModel:
     """Describe a network that is already in memory. O(1).
 
@@ -370,6 +236,7 @@ def wrap_network(
         max_positions=_max_positions(network.config),
         dense_implementation="eager" if is_capped else own,
         ranks=ranks,
+        images=images or NoImages(f"{name!r} was loaded without a processor"),
     )
 
 
@@ -634,14 +501,14 @@ def _load_network(
     return network if found is None else finish(network, found, dtype, device)
 
 
-def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
+def _load_codec(source: _Source, config: PreTrainedConfig) -> HuggingFaceCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
-        with _NO_PANIC:
+        with NO_PANIC:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source.name, **source.options
             )
-        codec = _HuggingFaceCodec(tokenizer, max_positions)
+        codec = HuggingFaceCodec(tokenizer, config.model_type, _max_positions(config))
         tokens = codec.encode(_SAMPLE_TEXT)
         codec.decode(tokens)
     except Exception as error:

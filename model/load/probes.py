@@ -35,7 +35,7 @@ from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.attention import IMPLEMENTATION, attend
 from model.attention.positions import RowsElsewhere, report_positions
 from model.attention.rope import RopeSwitch
-from model.caches.layout import LayerShape
+from model.caches.layout import IndexShape, LayerShape
 from model.errors import UnsupportedModelError
 
 _PROBING = "kvcore_probing"
@@ -156,6 +156,7 @@ class Probe:
     known: dict[object, MaskPattern] = field(default_factory=dict)  # by mask function
     makers: dict[object, int] = field(default_factory=dict)  # the first layer with these tensors
     kept: list[Tensor] = field(default_factory=list)  # so that no later tensor has their memory
+    indexes: dict[int, IndexShape] = field(default_factory=dict)
 
     def see(self, layer: int, mask: Tensor | None) -> None:
         """Note what the mask of a layer lets it see.
@@ -176,7 +177,13 @@ class Probe:
         self.patterns[layer] = self.known[made]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Note the shape of the layer; return zeros."""
         if layer in self.shapes:
@@ -185,6 +192,11 @@ class Probe:
         if terms.window not in (None, pattern.window):
             raise UnsupportedModelError(
                 f"layer {layer} asks for a window of {terms.window}, and its mask is {pattern}"
+            )
+        if chosen is not None and pattern != MaskPattern():
+            raise UnsupportedModelError(
+                f"layer {layer} attends to tokens that an index chooses, wanted them chosen from "
+                f"all that come before, its mask is {pattern}"
             )
         maker = self.makers.setdefault((_memory(key), _memory(value), pattern), layer)
         self.kept += key, value
@@ -196,9 +208,16 @@ class Probe:
             pattern.chunk,
             value_dim=value.shape[2] if value.shape[2] < key.shape[2] else None,
             reads=None if maker == layer else maker,
+            index=self.indexes.get(layer),
         )
         self.soft_caps[layer] = terms.soft_cap
         return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """Note the shape of the index; return zeros."""
+        del query, weights
+        self.indexes[layer] = IndexShape(key.shape[2], key.dtype, count)
+        return key.new_zeros((len(key), count), dtype=torch.int32)
 
 
 def _memory(tensor: Tensor) -> object:
@@ -342,6 +361,55 @@ def run_probe(model: PreTrainedModel, device: torch.device, num_tokens: int) -> 
     return probe
 
 
+@dataclass(slots=True)
+class _Pairs(Probe):
+    """A pass that notes for each layer which pairs of its tokens see each other."""
+
+    num_tokens: int = 0
+    seen: dict[int, list[list[bool]]] = field(default_factory=dict)
+
+    def see(self, layer: int, mask: Tensor | None) -> None:
+        """Evaluate the mask of a layer for all pairs."""
+        made = getattr(mask, "made_by", None)
+        if mask is None or made is None:
+            raise UnsupportedModelError(f"layer {layer} makes a mask of its own")
+        probe, places = _MaskProbe(made, mask.device), range(self.num_tokens)
+        self.seen[layer] = [probe.sees([query] * len(places), places) for query in places]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """Zeros; the shape of the layer is known."""
+        del layer, key, terms, chosen
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def seen_pairs(
+    model: PreTrainedModel, tokens: Tensor, **more: object
+) -> dict[int, list[list[bool]]]:
+    """Which token sees which in a pass, layer by layer. One pass; it has our attention afterwards.
+
+    Args:
+        model: computes it.
+        tokens: int64 [1, num_tokens].
+        more: further arguments of the pass.
+
+    Raises:
+        UnsupportedModelError: a mask does not show it.
+    """
+    probe = _Pairs(num_tokens=tokens.shape[1])
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    with _probing_attention(model), torch.no_grad():
+        model(input_ids=tokens, position_ids=positions, use_cache=False, paged=probe, **more)
+    return probe.seen
+
+
 def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
     """Refuse layers that do not do what their configuration says.
 
@@ -380,18 +448,33 @@ class _Alone:
         self.noted_elsewhere: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Note a row; return something different for every row."""
-        parts = (query, key, value)
-        self.noted[layer] = tuple(part[self._row].float() for part in parts)
-        if self._elsewhere is not None:
-            twins = (self._elsewhere.twin(part) for part in parts)
-            self.noted_elsewhere[layer] = tuple(part[self._row].float() for part in twins)
+        del chosen
+        self._note(layer, query, key, value)
         group = query.shape[1] // key.shape[1]
         size = value.shape[2]
         own = (key[..., :size] + value).repeat_interleave(group, 1)
         return query[..., :size] * min(terms.scale, 1.0) + own
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """Note a row of an index; choose anything."""
+        self._note(~layer, query, weights, key)
+        return key.new_zeros((len(key), count), dtype=torch.int32)
+
+    def _note(self, layer: int, *parts: Tensor) -> None:
+        """Note a row of what a layer passes on; of its index under the layer's complement."""
+        self.noted[layer] = tuple(part[self._row].float() for part in parts)
+        if self._elsewhere is not None:
+            twins = (self._elsewhere.twin(part) for part in parts)
+            self.noted_elsewhere[layer] = tuple(part[self._row].float() for part in twins)
 
 
 _TOLERANCES = {torch.float32: 0.02, torch.float64: 0.02}
@@ -400,6 +483,7 @@ _SAME_SHAPE_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 """The same for two passes of one token each, which round alike; 0.02 in other dtypes."""
 _TOKENS = ((11, 5, 7), (2, 9, 3), (13, 1, 8))
 _PARTS = ("queries", "keys", "values")
+_INDEX_PARTS = ("index queries", "index weights", "index keys")
 
 
 def check_tokens_alone(
@@ -530,7 +614,8 @@ def _difference(
     cause: str,
 ) -> str:
     for layer in sorted(one):
-        for name, left, right in zip(_PARTS, one[layer], two[layer], strict=True):
+        parts = _PARTS if layer >= 0 else _INDEX_PARTS
+        for name, left, right in zip(parts, one[layer], two[layer], strict=True):
             if float((left - right).norm()) > tolerance * float(left.norm()):
-                return f"the {name} of layer {layer} follow {cause} too"
+                return f"the {name} of layer {max(layer, ~layer)} follow {cause} too"
     return ""

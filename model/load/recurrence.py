@@ -13,6 +13,7 @@ import backends
 from kvcore.adapters import recurrent
 from kvcore.adapters.recurrent import BackendOperations, use_pytorch
 from model.attention.attention import IMPLEMENTATION, follow_layers
+from model.attention.indexer import follow_indexers
 from model.errors import UnsupportedModelError
 
 
@@ -48,6 +49,7 @@ def probe_recurrence(network: PreTrainedModel, backend: backends.Backend) -> rec
 def _attend(network: PreTrainedModel, device: torch.device) -> None:
     network.set_attn_implementation(IMPLEMENTATION)
     follow_layers(network)
+    follow_indexers(network)
     if device.type != "cuda":
         for module in network.modules():
             use_pytorch(module)

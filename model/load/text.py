@@ -40,6 +40,7 @@ class TextStream:
         step: Step | None = None,
     ) -> None:
         self.is_stopped = False
+        self.stop_string: str | None = None  # the one that has ended it
         self._decode = decode
         self._stop = stop
         self._step = step
@@ -105,11 +106,12 @@ class TextStream:
         self._text += fresh
         if not self._stop:
             return
-        places = ((self._text.find(stop, self._num_shown), len(stop)) for stop in self._stop)
-        found = [(place + size, place) for place, size in places if place >= 0]
+        places = ((self._text.find(stop, self._num_shown), stop) for stop in self._stop)
+        found = [(place + len(stop), place, stop) for place, stop in places if place >= 0]
         if found:  # the first complete one, however the text is cut into tokens
             self.is_stopped = True
-            self._text = self._text[: min(found)[1]]
+            _, place, self.stop_string = min(found)
+            self._text = self._text[:place]
 
     def _num_held(self) -> int:
         """Characters at the end with which a stop string may start."""

@@ -53,7 +53,7 @@ def about(service: Service) -> APIRouter:
         if body.prompt is not None:
             tokens = await service.encode(body.prompt)
         else:
-            tokens = await service.encode_chat(body.messages or [], opens_answer=True, options=None)
+            tokens = await service.encode_chat(body.messages or [], body)
         return Tokenized(count=len(tokens), max_model_len=limit, tokens=tokens)
 
     @router.post("/detokenize")

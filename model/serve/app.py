@@ -15,14 +15,17 @@ from fastapi.middleware.cors import CORSMiddleware
 import kvcore
 from model.async_engine import AsyncEngine, EngineState
 from model.serve.about import about, status
+from model.serve.adapters import adapters
 from model.serve.chat import chat
 from model.serve.completions import completions
 from model.serve.config import ServeConfig
 from model.serve.errors import handle_errors
 from model.serve.gate import Gate
 from model.serve.live import live
+from model.serve.messages import messages
 from model.serve.metrics import Metrics
 from model.serve.protocol import ErrorReport, field_names
+from model.serve.responses import responses
 from model.serve.service import Service
 
 _DEFAULT_NAME = "model"
@@ -45,7 +48,10 @@ def create_app(
     """
     service = Service(engine, config.served_model_name or _DEFAULT_NAME, config)
     metrics = Metrics(service.name)
-    routers = [status(service, metrics), about(service), completions(service), chat(service)]
+    routers = [
+        status(service, metrics), about(service), completions(service), chat(service),
+        responses(service), messages(service), adapters(service),
+    ]  # fmt: skip
     if has_page:
         routers.append(live(service, engine))
     metrics.read_from(engine)
@@ -82,7 +88,7 @@ def meet_clients(
             CORSMiddleware,
             allow_origins=list(config.allow_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
         )
     app.add_middleware(Gate, config=config, log=log)
     return app

@@ -9,9 +9,9 @@ Does not know: which fields there are, what they mean.
 
 from collections.abc import Collection, Mapping
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from model.serve.errors import ApiError
@@ -20,8 +20,12 @@ MAX_PROMPTS = 2048
 MAX_TOKENS = 1 << 20
 """Of all prompts together, and of what is made to text."""
 
+_Item = TypeVar("_Item")
+Many = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list of which the first wrong entry alone is told."""
+
 _MOST_ENTRIES = {
-    "prompt": MAX_TOKENS, "tokens": MAX_TOKENS, "messages": 16_384,
+    "prompt": MAX_TOKENS, "tokens": MAX_TOKENS, "messages": 16_384, "input": 16_384,
     "content": 16_384, "logit_bias": 4096, "stop": 16, "retain": 16,
 }  # fmt: skip
 _MOST_OF_OTHERS = 1024
@@ -51,6 +55,30 @@ def check_sizes(given: Mapping[str, object]) -> None:
         parts = [message.get("content") for message in messages if isinstance(message, dict)]
         count = sum(len(content) for content in parts if isinstance(content, list))
         _check("messages", count, _MOST_ENTRIES["messages"], "parts")
+
+
+class Strict(BaseModel):
+    """An object of a request: bounded, of exact types, without unknown fields."""
+
+    MOST_STRANGERS: ClassVar[int] = 1
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            return given
+        check_sizes(given)
+        if len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return with_few_strangers(given, known, cls.MOST_STRANGERS)
+
+
+class Lenient(Strict):
+    """An object that has other fields too in other implementations; nothing follows from them."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 def with_few_strangers(

@@ -9,12 +9,19 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from model.control.settings import check_settings, setting
 from model.errors import UsageError, shown
 from model.pace import STREAM_SHARE
 
 _API_KEY = "KVCORE_API_KEY"
+_FAMILIES = {
+    "hermes": "qwen3", "qwen3": "qwen3", "deepseek_r1": "qwen3", "gemma4": "gemma4",
+    "qwen3_coder": "qwen3_5", "qwen3_xml": "qwen3_5",
+}  # fmt: skip
+"""vLLM's names of parsers, and the types of models for which Transformers has a template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,22 @@ class ServeConfig:
         flag="api-key",
         metavar="KEY",
         is_common=True,
+    )
+    chat_template: str | None = setting(
+        None,
+        help="chat template: a file, or the template itself (default: the model's own)",
+        metavar="PATH_OR_TEXT",
+    )
+    tool_call_parser: Literal["hermes", "qwen3", "qwen3_coder", "qwen3_xml", "gemma4"] | None = (
+        setting(
+            None,
+            help="how the model writes calls of tools (default: what its tokenizer or its type "
+            "says)",
+        )
+    )
+    reasoning_parser: Literal["qwen3", "deepseek_r1", "gemma4"] | None = setting(
+        None,
+        help="how the model writes reasoning (default: what its tokenizer or its type says)",
     )
     allow_origins: tuple[str, ...] = setting(
         (),
@@ -70,6 +93,18 @@ class ServeConfig:
         most=1,
     )
     max_request_bytes: int = setting(4 << 20, help="largest request body", least=1, unit="bytes")
+    allow_image_urls: bool = setting(
+        False,
+        help="images: fetch those that requests name by an http or https URL, from public hosts "
+        "alone; without it they have to be data: URLs",
+    )
+    image_url_timeout_s: float = setting(
+        10.0,
+        help="images: seconds that fetching one may take",
+        above=0,
+        below=math.inf,
+        needs=("allow_image_urls",),
+    )
     max_logprobs_bytes: int = setting(
         512 << 20,
         help="largest memory for the log-probabilities of a request, 128 bytes for each token and "
@@ -106,6 +141,19 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", _template(self.chat_template))
+
+    @property
+    def template_options(self) -> dict[str, object]:
+        """What every conversation's template is told. O(1)."""
+        return {} if self.chat_template is None else {"chat_template": self.chat_template}
+
+    @property
+    def families(self) -> tuple[str | None, str | None]:
+        """Types of models as Transformers names them: those that write calls and reasoning so."""
+        calls, reasoning = self.tool_call_parser or "", self.reasoning_parser or ""
+        return _FAMILIES.get(calls), _FAMILIES.get(reasoning)
 
     def check_adapters(self, lora: Sequence[str]) -> None:
         """Refuse LoRA adapters that no request could name. O(adapters).
@@ -121,6 +169,21 @@ class ServeConfig:
                 f"--lora: wanted names other than the model's, got "
                 f"{shown(self.served_model_name)}; --served-model-name changes that"
             )
+
+
+def _template(said: str) -> str:
+    """A chat template that is given as such, or as a file.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if "{" in said or "\n" in said:
+        return said
+    try:
+        return Path(said).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"--chat-template: {shown(said)} cannot be read: {why}") from error
 
 
 def keys_of_environment() -> tuple[str, ...]:

@@ -59,12 +59,13 @@ class ApiError(Exception):
     def body(self) -> dict[str, object]:
         """What is sent. O(1)."""
         return {
+            "type": "error",  # as Anthropic's clients read it
             "error": {
                 "message": self.message,
                 "type": _TYPES.get(self.status, _UNNAMED),
                 "param": self.param,
                 "code": self.code,
-            }
+            },
         }
 
     @property
@@ -149,6 +150,10 @@ def _invalid(errors: Sequence[Mapping[str, object]], names: frozenset[str]) -> A
         why = context.get("error") if isinstance(context, Mapping) else ""
         return ApiError(400, f"body: wanted JSON: {why}", code="invalid_json")
     place = _place(first, names)
+    for error in errors:  # a list where there may be a text too: what is wrong inside of it
+        inner = _place(error, names)
+        if inner.startswith(f"{place}."):
+            first, place = error, inner
     if isinstance(first.get("input"), bytes):  # it was not read as JSON
         return ApiError(415, "Content-Type: wanted application/json", code="unsupported_media_type")
     if first["type"] == "extra_forbidden":

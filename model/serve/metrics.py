@@ -34,6 +34,7 @@ from model.control.tier_transfers import TierTransfers
 from model.token_stream import Sample
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from kvcore.tiers import PeerServerStats
     from model.engine_core import EngineCore
 
 _Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
@@ -270,7 +271,11 @@ class _Counts(Collector):
         yield gauge("kv_tier_copies", "Copies that a tier has.", "num_records")
         yield gauge("kv_tier_used_bytes", "Bytes that it takes.", "used_bytes")
         yield gauge("kv_tier_capacity_bytes", "The most that it may take.", "capacity_bytes")
-        yield gauge("kv_tier_enabled", "0 once its device has failed for good.", "is_enabled")
+        yield gauge(
+            "kv_tier_enabled",
+            "0 once its device has failed for good, or while its peer is not there.",
+            "is_enabled",
+        )
         faults = CounterMetricFamily(
             "kvcore:kv_tier_faults",
             "Copies that were not served or not written, by kind.",
@@ -280,6 +285,22 @@ class _Counts(Collector):
             for fault, count in sorted(tier.stats.faults.items()):
                 faults.add_metric([*self._labels, tier.name, fault], count)
         yield faults
+        if transfers.server is not None:
+            yield from self._of_server(transfers.server.stats)
+
+    def _of_server(self, stats: PeerServerStats) -> Iterator[Metric]:
+        """What peers ask for."""
+        yield self._gauge(
+            "kv_peer_connections", "Connections of peers; each has two.", stats.num_connections
+        )
+        yield self._counter("kv_peer_served_copies", "Copies sent to peers.", stats.num_served)
+        yield self._counter("kv_peer_served_bytes", "Their bytes.", stats.served_bytes)
+        yield self._counter(
+            "kv_peer_missing_copies", "Copies asked for that were not there.", stats.num_missing
+        )
+        yield self._counter(
+            "kv_peer_refusals", "Peers with another secret, or model.", stats.num_refused
+        )
 
     def _of_blocks(self, lives: kvcore.LifetimeStats) -> Iterator[Metric]:
         for name, says, found in (

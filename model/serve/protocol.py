@@ -12,18 +12,20 @@ Does not know: how anything is answered.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 import kvcore
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.control.submission import Prompt, Retained, Submission, salted
 from model.errors import InvalidArgumentError
-from model.serve.bounds import Text, check_sizes, checked_prompt, with_few_strangers
+from model.serve.bounds import Many, Strict, Text, checked_prompt
+from model.serve.conversation import ConversationOptions, Message
 from model.serve.errors import ApiError
+from model.serve.tools import ChosenTool, Mode, ToolCall, call_grammar
 
 _GRAMMARS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
@@ -32,29 +34,11 @@ _GRAMMARS = (
 MAX_SAMPLES = 128
 """The largest n, as OpenAI has it."""
 
-_Item = TypeVar("_Item")
-_Many = Annotated[list[_Item], Field(fail_fast=True)]
 _Forms = str | list[str] | list[int] | list[list[int]]
 _Prompt = Annotated[_Forms, PlainValidator(checked_prompt, json_schema_input_type=_Forms)]
 
 
-class _Strict(BaseModel):
-    MOST_STRANGERS: ClassVar[int] = 1
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bounded(cls, given: object) -> object:
-        if not isinstance(given, dict):
-            return given
-        check_sizes(given)
-        if len(given) <= len(cls.model_fields):
-            return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return with_few_strangers(given, known, cls.MOST_STRANGERS)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream tells beside its pieces."""
 
     include_usage: bool | None = None
@@ -62,7 +46,7 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """The schema of `response_format`."""
 
     name: str = "answer"
@@ -71,7 +55,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """What form an answer has to have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -94,12 +78,12 @@ class ResponseFormat(_Strict):
         return Grammar.json_schema(self.json_schema.schema_)
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """What an answer must be, as vLLM's `structured_outputs` has it: one of these."""
 
     json_: dict[str, Any] | Text | None = Field(default=None, alias="json")
     regex: Text | None = None
-    choice: _Many[Text] | None = None
+    choice: Many[Text] | None = None
     grammar_: Text | None = Field(default=None, alias="grammar")
     json_object: bool | None = None
 
@@ -136,14 +120,27 @@ class StructuredOutputs(_Strict):
 
 _UNSUPPORTED_ANYWHERE: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (), "bad_words": ([],), "truncate_prompt_tokens": (), "documents": ([],),
-    "prompt_logprobs": (), "prompt_embeds": (), "use_beam_search": (False,), "chat_template": (),
-    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "lora_request": (),
-    "continue_final_message": (False,),
+    "prompt_embeds": (), "use_beam_search": (False,), "chat_template": (),
+    "include_stop_str_in_output": (False,), "lora_request": (),
 }  # fmt: skip
 """Fields of vLLM's that change an answer: these values alone change nothing."""
 
 
-class GenerationRequest(_Strict):
+def refuse_unsupported(asked: BaseModel, fields: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse fields that have other values than those that change nothing. O(fields).
+
+    Raises:
+        ApiError: one has.
+    """
+    for name, allowed in fields.items():
+        value = getattr(asked, name, None)
+        if value is not None and value not in allowed:
+            raise ApiError(
+                400, f"{name}: not supported by this server", param=name, code="unsupported"
+            )
+
+
+class GenerationRequest(Strict):
     """What completions and chats have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -158,8 +155,8 @@ class GenerationRequest(_Strict):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: Text | _Many[Text] | None = None
-    stop_token_ids: _Many[int] | None = None
+    stop: Text | Many[Text] | None = None
+    stop_token_ids: Many[int] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
@@ -167,19 +164,22 @@ class GenerationRequest(_Strict):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: Text | None = None
-    retain: _Many[Text] | None = None
+    retain: Many[Text] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | Text | None = None
     guided_regex: Text | None = None
-    guided_choice: _Many[Text] | None = None
+    guided_choice: Many[Text] | None = None
     guided_grammar: Text | None = None
+    user: Text | None = None
     # Taken, and nothing follows from them.
-    user: str | None = None
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -237,6 +237,7 @@ class GenerationRequest(_Strict):
             params,
             num_samples=self.num_samples,
             priority=self.priority or 0,
+            client=self.user,
             namespace=salted(self.cache_salt or "", lora_name),
             retain=self.retentions,
         )
@@ -288,18 +289,18 @@ class GenerationRequest(_Strict):
         """
         for name in self.unknown_fields if is_strict else ():
             raise ApiError(400, f"{name}: unknown field", param=name, code="unknown_field")
-        for name, allowed in (self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE).items():
-            value = getattr(self, name, None)
-            if value is not None and value not in allowed:
-                raise ApiError(
-                    400, f"{name}: not supported by this server", param=name, code="unsupported"
-                )
+        refuse_unsupported(self, self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE)
         if not 1 <= self.num_samples <= MAX_SAMPLES:
             raise ApiError(400, f"n: wanted 1 to {MAX_SAMPLES}, got {self.n}", param="n")
         if self.stream_options is not None and not self.stream:
             raise ApiError(
                 400, "stream_options: allowed only with stream=true", param="stream_options"
             )
+        if self.prompt_logprobs is not None and (self.stream or getattr(self, "echo", None)):
+            raise ApiError(
+                400, "prompt_logprobs: cannot be combined with stream or echo",
+                param="prompt_logprobs",
+            )  # fmt: skip
         if self.priority is not None and abs(self.priority) >= 1 << 31:
             raise ApiError(
                 400, f"priority: wanted a 32-bit integer, got {self.priority}", param="priority"
@@ -336,8 +337,9 @@ class GenerationRequest(_Strict):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": _biases(self.logit_bias),
             "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
             "logprobs": logprobs,
-            "prompt_logprobs": logprobs if scores_prompt else None,
+            "prompt_logprobs": logprobs if scores_prompt else self.prompt_logprobs,
             "grammar": self.grammar,
         }
         said = {name: value for name, value in given.items() if value is not None}
@@ -347,7 +349,7 @@ class GenerationRequest(_Strict):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    UNSUPPORTED = {
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
         "suffix": ("",), "best_of": (), "store": (False,),
     }  # fmt: skip
 
@@ -368,82 +370,101 @@ class CompletionRequest(GenerationRequest):
         return list(prompt)  # type: ignore[arg-type]
 
 
-class TextPart(_Strict):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class Message(_Strict):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | _Many[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
-
-    @property
-    def text(self) -> str:
-        """All that it says. O(content)."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
-def conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as a chat template reads them. O(their text)."""
-    return [{"role": message.role, "content": message.text} for message in messages]
-
-
-class ChatRequest(GenerationRequest):
+class ChatRequest(ConversationOptions, GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    UNSUPPORTED = {
-        "store": (False,), "tools": ([],), "tool_choice": ("none",), "functions": ([],),
-        "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
-        "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
+        "store": (False,), "functions": ([],), "function_call": ("none",),
+        "modalities": (["text"],), "audio": (), "prediction": (), "verbosity": (),
+        "web_search_options": (),
     }  # fmt: skip
 
-    messages: _Many[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    # Refused unless they ask for nothing.
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tool_choice: Mode | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    # Refused unless they ask for nothing.
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: _Many[str] | None = None
+    modalities: Many[str] | None = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
+    def chat(self) -> Self:
+        """It as a chat, as other requests have it: itself. O(1)."""
+        return self
+
     @property
-    def opens_answer(self) -> bool:
-        """Whether the prompt ends where the assistant begins to speak. O(1)."""
-        return self.add_generation_prompt is not False
+    def chosen(self) -> str | None:
+        """The function that must be called; None: none must, or any. O(1)."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, ChosenTool) else None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the model may call a tool. O(1)."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the model has to call a tool. O(1)."""
+        return self.chosen is not None or self.tool_choice == "required"
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says what an answer must be, as above; `tools` where a call is demanded.
+
+        Raises:
+            ApiError: several do.
+        """
+        given = super().grammar_field
+        if given and self.must_call:
+            raise ApiError(
+                400, f"{given}: cannot be combined with a tool_choice that demands a call",
+                param=given,
+            )  # fmt: skip
+        return "tools" if self.must_call else given
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What an answer must be, as above. O(it)."""
+        if not self.must_call:
+            return super().grammar
+        is_parallel = self.parallel_tool_calls is not False
+        return call_grammar(self.tools or [], self.chosen, is_parallel=is_parallel)
+
+    def check(self, *, is_strict: bool) -> None:
+        """Refuse what is not done here, as above, and choices of tools that mean nothing."""
+        super().check(is_strict=is_strict)
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.must_call and (not names or self.chosen not in {None, *names}):
+            raise ApiError(
+                400,
+                f"tool_choice: wanted one of the functions of tools, got {self.chosen!r}"
+                if names else "tool_choice: allowed only with tools",
+                param="tool_choice",
+            )  # fmt: skip
+        if len(set(names)) < len(names):
+            raise ApiError(400, "tools: wanted functions of different names", param="tools")
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(ConversationOptions):
     """`POST /tokenize`: of a prompt or of messages."""
 
     model: str | None = None
     prompt: Text | None = None
-    messages: _Many[Message] | None = None
+    messages: Many[Message] | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: _Many[int]
+    tokens: Many[int]
 
 
 def _biases(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...] | None:
@@ -527,7 +548,9 @@ class ChatMessage(BaseModel):
     """What the assistant says."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -607,18 +630,18 @@ class ErrorDetail(BaseModel):
 class ErrorReport(BaseModel):
     """Every answer that is none."""
 
+    type: Literal["error"] = "error"
     error: ErrorDetail
 
 
 def field_names() -> set[str]:
     """The names of all fields that clients may send. O(fields)."""
-    every: tuple[type[BaseModel], ...] = (
-        CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message, TextPart,
-        StreamOptions, ResponseFormat, JsonSchema,
-    )  # fmt: skip
+    kinds: list[type[BaseModel]] = [Strict]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
     return {
         name
-        for model in every
+        for model in kinds
         for key, field in model.model_fields.items()
         for name in (key, field.alias or key)
     }

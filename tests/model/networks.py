@@ -24,7 +24,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from model.engine import Engine
-from model.load.loader import LoadedModel, plain_chat, wrap_network
+from model.load.codec import plain_chat
+from model.load.loader import LoadedModel, wrap_network
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
@@ -90,6 +91,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 class ByteCodec:
     """One token a byte; ids from 256 on are no text."""
+
+    template = response_template = None
+    model_type = ""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -158,12 +162,16 @@ def greedy_logits(
 
 
 def preempt_in_steps(engine: Engine, steps: set[int]) -> None:
-    """Have the last of the running requests give way at the beginning of these steps."""
-    scheduler = engine._scheduler
+    """Have the last of the running requests give way at the beginning of these steps.
+
+    Once in each: a step that only swaps is not counted as one, so its number comes again.
+    """
+    scheduler, left = engine._scheduler, {*steps}
     plan_decodes = scheduler._plan_decodes
 
     def plan_fewer_decodes() -> None:
-        if scheduler.stats.num_steps in steps and scheduler.running:
+        if scheduler.stats.num_steps in left and scheduler.running:
+            left.remove(scheduler.stats.num_steps)
             scheduler._preempt(scheduler.running[-1])
         plan_decodes()
 

@@ -1,10 +1,13 @@
 """Host memory and disk behind the engine's cache: the same tokens, found again, whatever fails."""
 
 import errno
+import io
+import json
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,15 @@ import xxhash
 
 import backends
 import kvcore
-from kvcore.tiers import Folder
+from kvcore.tiers import Folder, PeerSession
 from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
 from model.caches import tiers as tiers_module
 from model.caches.tiers import HostBlocks, StreamBlocks
+from model.control.request import FinishReason
 from model.control.submission import salted
 from model.control.tier_transfers import TransferCosts
 from model.engine import Engine
+from model.trace import write_trace
 from tests.model.networks import build
 from tests.model.recurrent_networks import engine_of
 
@@ -331,6 +336,41 @@ def test_a_step_that_fails_leaves_nothing_on_its_way(held, tmp_path, monkeypatch
     assert run(engine, prompts) == wanted
 
 
+@pytest.mark.parametrize("what", ["its logits", "a step"])
+def test_a_failure_costs_no_copies_of_before(what, tmp_path, monkeypatch, is_async):
+    """Those of others, stored before, are loaded; those of the failure are not."""
+    prompts = [*turns(2, 2)]
+    engine = make(disk=tmp_path, host_memory_bytes=1 << 24, async_scheduling=is_async)
+    wanted = [run(engine, [each], namespace=salted(str(n))) for n, each in enumerate(prompts)]
+    drain(engine)
+    bad = [*b"a prompt of which nothing may be found any more"]
+    [request] = engine.submit(Submission(bad, GREEDY))
+    engine.step()
+    with monkeypatch.context() as patch:
+        if what == "a step":
+            patch.setattr(engine._runner, "send", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        else:
+            logits = engine.network.logits
+            patch.setattr(engine.network, "logits", lambda step: logits(step) * torch.nan)
+            while engine.has_unfinished:
+                engine.step()
+            assert request.finish_reason is FinishReason.ERROR
+    for tier in engine.tiers.tiers.tiers:
+        assert tier.stats.num_records > 0
+    assert wanted == [
+        run(engine, [each], namespace=salted(str(n))) for n, each in enumerate(prompts)
+    ]
+    if what == "its logits" or is_async:  # of a step that was read, what it wrote is right
+        [again] = engine.submit(Submission(bad, GREEDY))
+        while engine.has_unfinished:
+            engine.step()
+        assert again.num_loaded_tokens == again.num_cached_tokens == 0
+        assert engine.tiers.stats.num_loads >= len(prompts) // 2
+    engine.end()
+
+
 @pytest.mark.parametrize("part_bytes", [1, 1 << 20], ids=["a block at once", "all at once"])
 def test_whole_jobs_move_the_same_bytes(part_bytes, tmp_path, monkeypatch):
     def stream_blocks(caches, began, lock):
@@ -363,6 +403,12 @@ def test_bad_input_names_its_setting(tmp_path):
         ({"host_memory_bytes": 100}, "^host_memory_bytes: wanted room for a copy of"),
         ({"host_memory_bytes": 0}, "^host_memory_bytes: "),
         ({"disk": tmp_path, "enable_prefix_caching": False}, "^disk: wanted prefix caching"),
+        ({"peer": ("here",)}, "^peer: wanted HOST:PORT, got 'here'$"),
+        ({"peer": ("10.0.0.1:9",)}, r"^peer: wanted an address on this machine .*--kv-secret PATH"),
+        ({"disk": tmp_path, "serve_kv": "0.0.0.0:9"}, "^serve_kv: wanted an address on this mach"),
+        ({"serve_kv": "127.0.0.1:0"}, "^serve_kv: has no effect without host_memory_bytes or disk"),
+        ({"peer": ("a:1",), "kv_secret": tmp_path / "file"}, "^kv_secret: wanted a file of at lea"),
+        ({"peer": ("a:1",), "kv_secret": tmp_path / "none"}, "^kv_secret: .*No such file"),
     ]:
         with pytest.raises(InvalidArgumentError, match=wanted):
             make(**fields)
@@ -387,6 +433,95 @@ def test_without_tiers_nothing_is_loaded_or_watched():
     code = "import sys, model.engine_core; print('kvcore.tiers' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"
+
+
+def test_a_trace_has_what_each_tier_has_and_what_was_loaded(tmp_path):
+    prompts = [*turns(2, 2)]
+    engine, _ = restarted(tmp_path, prompts, host_memory_bytes=1 << 24)
+    recorder = engine.record()
+    recorder.record_pool(engine.model.codec.decode)
+    run(engine, prompts)
+    engine.end()
+    out = io.StringIO()
+    write_trace(out, recorder)
+    trace = json.loads(out.getvalue())
+    tiers = engine.tiers.tiers.tiers
+    last = trace["kvcore"]["frames"][-2]["counts"]
+    assert {name for name in last if "copies" in name} == {"host copies", "disk copies"}
+    told = [event["args"] for event in trace["traceEvents"] if event["name"] == "copies loaded"]
+    assert told[-1] == {tier.name: tier.stats.num_hits for tier in tiers}
+    assert last["disk hits"] == told[-1]["disk"] > 0
+
+
+@pytest.fixture
+def peers():
+    """Two engines, of which the second loads from the first, which has computed the prompts."""
+    made = []
+
+    def begin(prompts, **sizes):
+        first = make(host_memory_bytes=1 << 26, serve_kv="127.0.0.1:0")
+        made.append(first)
+        wanted = run(first, prompts)
+        drain(first)
+        second = make(peer=(first.tiers.server.address,), **sizes)
+        made.append(second)
+        [*_, peer] = second.tiers.tiers.tiers
+        records = first.tiers.tiers.tiers[0].stats.num_records
+        until(lambda: peer.stats.num_records == records)
+        return first, second, wanted
+
+    yield begin
+    for engine in made:
+        engine.end()
+
+
+def until(is_true):
+    end_s = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < end_s
+        threading.Event().wait(0.002)
+
+
+@pytest.mark.parametrize("kind", ["alone", "behind host memory"])
+def test_what_a_peer_has_computed_is_loaded_and_gives_the_same_tokens(kind, peers, is_async):
+    sizes = {} if kind == "alone" else {"host_memory_bytes": 1 << 24}
+    prompts = [*turns(3, 3)]
+    first, second, wanted = peers(prompts, async_scheduling=is_async, sanitize=True, **sizes)
+    assert run(second, prompts) == wanted
+    assert second.tiers.stats.num_loads > 0
+    assert second.tiers.stats.num_failed_loads == second.tiers.stats.num_late_loads == 0
+    served = first.tiers.server.stats.num_served
+    assert served == second.tiers.tiers.tiers[-1].stats.num_hits > 0
+    if sizes:
+        drain(second)
+        second.empty_cache(enable_caching=True)  # its host memory, too: and the peer is not asked
+        assert run(second, prompts) == wanted
+        assert first.tiers.server.stats.num_served == served
+
+
+def test_a_peer_that_goes_away_costs_nothing_but_its_copies(peers):
+    prompts = [*turns(3, 3)]
+    first, second, wanted = peers(prompts)
+    got = run(second, prompts[:4])
+    first.end()
+    assert got + run(second, prompts[4:]) == wanted
+    drain(second)
+
+
+def test_a_peer_that_does_not_answer_is_given_up_at_the_deadline(peers, monkeypatch):
+    answers, copy = threading.Event(), PeerSession.copy
+
+    def late(self, question):
+        answers.wait(20)
+        return copy(self, question)
+
+    monkeypatch.setattr(PeerSession, "copy", late)
+    prompts = [*turns(1, 2)]
+    _, second, wanted = peers(prompts)
+    monkeypatch.setattr(TransferCosts, "deadline_s", lambda *_: 0.05)
+    assert run(second, prompts[-1:]) == wanted[-1:]
+    assert (second.tiers.stats.num_late_loads, second.tiers.stats.num_loads) == (1, 0)
+    answers.set()
 
 
 class Found:

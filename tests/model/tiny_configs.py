@@ -115,6 +115,26 @@ _NO_SHARED = {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "f
 _HYBRID = ["full_attention", "sliding_attention"]
 _SHARED = {"num_kv_shared_layers": 2, "layer_types": 2 * _HYBRID, "num_hidden_layers": 4}
 _LINEAR = ["linear_attention", "full_attention"]
+_DOTS = {  # a class that has no sizes for all layers to read
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "shared_experts_intermediate_size": 32,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "head_dim": 24, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "index_topk": 5, "index_n_heads": 8, "index_head_dim": 32, "sliding_window": WINDOW,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 24, "swa_v_head_dim": 16,
+}  # fmt: skip
+_SMALL = {  # of what reads images and sound
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "moe_intermediate_size": 32, "num_local_experts": 2, "downsample_hidden_size": 16,
+}  # fmt: skip
+_QSA = {  # an index over blocks of 4 tokens
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 4, "hc_lowrank": 8, "ngram_vocab_size_base": 64,
+}  # fmt: skip
 
 
 def _mrope(*sections: int, **others: Any) -> dict[str, Any]:
@@ -162,7 +182,17 @@ EXTRA |= {
     },
     "CohereCompassTextConfig": {"": {"rope_parameters": {"full_attention": rope("default")}}},
     "DbrxConfig": {"": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}}},
-    "Dots3NoteTextConfig": {"": {"num_attention_heads": 4, "num_key_value_heads": 4}},
+    "Dots3NoteTextConfig": {"": _DOTS},
+    "Dots3NoteConfig": {
+        "": {
+            "text_config": _DOTS,
+            "vision_config": _SMALL
+            | {"adapter_in_dim": 64, "adapter_out_dim": 64, "per_layer_config": {}},
+            "audio_config": _SMALL | {"adapter_input_size": 64, "adapter_out_dim": 64},
+        }
+    },
+    "Qwen4ExpTextConfig": {"": _QSA},
+    "Qwen4ExpConfig": {"": {"text_config": _QSA}},
     "GPTNeoConfig": {"": {"attention_types": [[["global", "local"], 1]]}},
     "GraniteMoeHybridConfig": {
         "": {"layer_types": _LINEAR},

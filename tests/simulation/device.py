@@ -63,6 +63,8 @@ class Texts:
     """The tokenizer and texts of the model: a letter for each token, nothing for the last."""
 
     eos_token_ids = frozenset({EOS})
+    template = response_template = None
+    model_type = ""
 
     def __init__(self):
         self.codec = self
@@ -83,8 +85,8 @@ class Texts:
     def open_step(self):
         return self.decode
 
-    def open_text(self, stop=()):
-        return TextStream(self.decode, stop, self.open_step())
+    def open_text(self, params):
+        return TextStream(self.decode, params.stop, self.open_step())
 
 
 class NoGrammars:

@@ -1,6 +1,7 @@
-"""`python -m tests.kvcore.tiers`: many histories of the tier machine, or many real kills.
+"""`python -m tests.kvcore.tiers`: many histories of the tier machines, or many real kills.
 
     python -m tests.kvcore.tiers --histories 100000
+    python -m tests.kvcore.tiers --peers --histories 10000
     python -m tests.kvcore.tiers --kills 1000
 
 A history is up to 25 rules in an order that Hypothesis draws from `--seed`; a broken property is
@@ -21,17 +22,18 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.kvcore.tiers.kills import kill_once
 from tests.kvcore.tiers.machine import TierMachine
+from tests.kvcore.tiers.peer_machine import PeerMachine
 
 BATCH = 500
 
 
-def run_histories(count, seed):
+def run_histories(count, seed, machine):
     """Run histories in batches, each from a seed of its own, and say how many there were."""
     began_s, done = time.monotonic(), 0
     while done < count:
 
         @seeded(seed + done)
-        class Batch(TierMachine):
+        class Batch(machine):
             """The machine, from a seed."""
 
         some = min(BATCH, count - done)
@@ -69,8 +71,10 @@ def main():
     made.add_argument("--histories", type=int, default=0)
     made.add_argument("--kills", type=int, default=0)
     made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--peers", action="store_true", help="histories of two processes")
     options = made.parse_args()
-    run_histories(options.histories, options.seed)
+    machine = PeerMachine if options.peers else TierMachine
+    run_histories(options.histories, options.seed, machine)
     return int(options.kills > 0 and not run_kills(options.kills, options.seed))
 
 

@@ -47,6 +47,11 @@ def truth(*about):
     return xxhash.xxh3_128_digest(repr(about).encode())
 
 
+def key_of(group, block_hash, namespace):
+    """The group, with its highest bit set where there is a salt, and the hash."""
+    return (group + (bool(namespace.salt) << 31)).to_bytes(4, "little") + block_hash
+
+
 class Memory:
     """The blocks of the device."""
 
@@ -94,15 +99,19 @@ class Watched:
             self.machine.since_clear.add(key)
         return is_kept
 
+    meanwhile = None
+
     def get(self, key, length):
         is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()
-        payload = self.tier.get(key, length)
+        payload, meanwhile, self.meanwhile = self.tier.get(key, length), self.meanwhile, None
         if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
             raise BrokenError("P37: a tier served other bytes than this prefix has")
         if payload is not None and key not in self.machine.since_clear:
             raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
         if payload is None and is_there and self.tier.stats.faults.total() == faults:
             raise BrokenError("P37: a record was not served, and that is not counted")
+        if meanwhile is not None:
+            meanwhile()  # on another thread
         return payload
 
 
@@ -131,6 +140,7 @@ class TierMachine(RuleBasedStateMachine):
     disk_tier = tiers.DiskTier
     host_tier = tiers.HostTier
     tier_manager = tiers.TierManager
+    record_events = None
 
     @initialize(
         groups=st.sampled_from(GROUPS),
@@ -149,7 +159,9 @@ class TierMachine(RuleBasedStateMachine):
 
     def start(self, weights, capacity):
         self.weights = weights
-        self.kv = kvcore.KVCacheManager(NUM_BLOCKS, SIZE, groups=self.groups)
+        self.kv = kvcore.KVCacheManager(
+            NUM_BLOCKS, SIZE, groups=self.groups, record_events=self.record_events
+        )
         self.memory = Memory(NUM_BLOCKS)
         self.true_payloads = {}
         self.since_clear = self.ever_stored.setdefault(weights, set())
@@ -162,7 +174,7 @@ class TierMachine(RuleBasedStateMachine):
             chosen.insert(0, self.host_tier(12 * (512 + 2 * NUM_BYTES)))
         self.tiers = self.tier_manager(
             self.kv,
-            [Watched(tier, self) for tier in chosen],
+            [*[Watched(tier, self) for tier in chosen], *self.further_tiers()],
             self.memory,
             block_bytes=NUM_BYTES,
             meaning={"weights": weights},
@@ -174,10 +186,18 @@ class TierMachine(RuleBasedStateMachine):
             )
         self.disk.capacity = capacity
 
+    def further_tiers(self):
+        return []
+
+    @property
+    def on_disk(self):
+        return next(one.tier for one in self.tiers.tiers if one.name == "disk")
+
     # What a block must hold
 
     def register(self, tokens, namespace):
-        """The true payload of every key of a prompt."""
+        """The true payload of every key of a prompt, which are returned."""
+        keys = []
         for number, group in enumerate(self.kv.groups):
             size = group.block_size
             hashes = kvcore.block_hashes(tokens, size, namespace=namespace, algorithm="sha256")
@@ -187,7 +207,9 @@ class TierMachine(RuleBasedStateMachine):
                 payload = b"".join(
                     [self.bytes_of(namespace, number, prefix, piece) for piece in range(pieces)]
                 )
-                self.true_payloads[number.to_bytes(4, "little") + block_hash] = payload
+                keys.append(key_of(number, block_hash, namespace))
+                self.true_payloads[keys[-1]] = payload
+        return keys
 
     def bytes_of(self, namespace, group, prefix, piece=0):
         return truth(self.weights, namespace.salt, group, prefix, piece)
@@ -268,7 +290,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def store_all(self, seq):
         """Store what is published; on a sound disk every block of a prompt is there then."""
-        disk = self.tiers.tiers[-1].tier
+        disk = self.on_disk
         before, is_cached = disk.stats.num_evicted, self.kv.enable_caching
         while self.stores:
             self.end_store(0, runs=True)
@@ -287,7 +309,7 @@ class TierMachine(RuleBasedStateMachine):
             for block_hash in kvcore.block_hashes(
                 tokens, table.block_size, namespace=namespace, algorithm="sha256"
             ):
-                key = number.to_bytes(4, "little") + block_hash
+                key = key_of(number, block_hash, namespace)
                 if not disk.contains(key):
                     raise BrokenError("P24: a prompt was stored, and a tier does not have it")
 
@@ -400,6 +422,29 @@ class TierMachine(RuleBasedStateMachine):
             self.since_clear.clear()
         self.kv.close(seq)
 
+    @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS))
+    @survives
+    def a_step_fails(self, tokens, salt):
+        """What a request has read or computed may be wrong; what was stored before it stays."""
+        marks, before = self.tiers.marks(), {*self.since_clear}
+        kept = [tier for tier in self.tiers.tiers if tier.keeps]
+        held = [{*tier.tier._entries} for tier in kept]
+        self.serve(tokens, salt, stores=True)
+        seq = self.open_sequence(tokens, salt)
+        wrong = {*self.register(tokens, self.namespaces[seq])}
+        held = [keys & {*tier.tier._entries} - wrong for tier, keys in zip(kept, held, strict=True)]
+        is_sound = self.was_sound and not self.disk.late
+        self.tiers.reset(marks, seq)
+        self.kv.close(seq)
+        if is_sound:  # else the disk may lose what says that they are gone
+            self.since_clear &= before - wrong
+        for tier, keys in zip(kept, held, strict=True):
+            found = {*tier.tier._entries}
+            if found & wrong or not found <= before:
+                raise BrokenError("P37: a tier has what a failed step may have written")
+            if is_sound and not keys <= found:
+                raise BrokenError("P24: a failed step has cost copies of before it")
+
     @rule(
         kind=st.sampled_from(["closed", "killed", "power"]),
         weights=st.sampled_from(WEIGHTS),
@@ -409,7 +454,7 @@ class TierMachine(RuleBasedStateMachine):
     )
     def restart(self, kind, weights, share, lost, crash=None):
         """The process ends, in order or not, and another begins on the same disk."""
-        found = {*self.tiers.tiers[-1].tier._entries}
+        found = {*self.on_disk._entries}
         if kind == "closed":
             self.finish_all()
             self.tiers.close()
@@ -430,7 +475,7 @@ class TierMachine(RuleBasedStateMachine):
             self.disk.is_taken = False
             self.start(weights, capacity)
         self.disk.crash = None
-        again = {*self.tiers.tiers[-1].tier._entries}
+        again = {*self.on_disk._entries}
         if is_sound and is_same and not found <= again:
             raise BrokenError("P24: a restart has lost records that were whole")
         self.was_sound = True
@@ -492,7 +537,7 @@ class TierMachine(RuleBasedStateMachine):
         kvcore.check(self.kv)
         host = self.tiers.tiers[0].tier
         if self.has_host:
-            held = sum(512 + len(payload) for payload, _ in host._entries.values())
+            held = sum(512 + len(payload) for payload, *_ in host._entries.values())
             if held > host.stats.capacity_bytes or held != host.stats.used_bytes:
                 raise BrokenError("P39: the host tier has more bytes than it may, or counts others")
 

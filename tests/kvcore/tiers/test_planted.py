@@ -8,7 +8,9 @@ import pytest
 import kvcore
 from tests.kvcore.sabotage.registry import _with_edit
 from tests.kvcore.tiers.faulty_disk import READS, WRITES, BrokenError
+from tests.kvcore.tiers.faulty_link import FAULTS
 from tests.kvcore.tiers.machine import GROUPS, SALTS, TierMachine, prompt
+from tests.kvcore.tiers.peer_machine import PeerMachine
 from tests.kvcore.tiers.planted import PLANTED
 
 
@@ -61,6 +63,14 @@ def resets(life):
         life.reset_while_it_stores()
         life.serve(prompt(15, 3), b"", stores=False)
         come_back(life)
+
+
+def steps_fail(life):
+    for number in range(4):
+        life.churn([0, 4, 5])
+        life.a_step_fails(prompt(15, 2 * number), SALTS[number & 1])
+        life.serve(prompt(15, 2 * number), SALTS[number & 1], stores=False)
+    come_back(life)
 
 
 def stored_again_after_a_reset(life):
@@ -145,24 +155,83 @@ def outlives_its_copies(life):
         life.serve(prompt(length, 0), b"", stores=True)
 
 
+def peer_serves(life):
+    for fork, salt in ((0, b""), (4, b""), (0, b"tenant"), (2, b"")):
+        life.the_other_serves(prompt(15, fork), salt, hears=True)
+        life.serve(prompt(15, fork), salt, stores=False)
+        life.serve(prompt(12, fork), SALTS[1], stores=True)
+
+
+def peer_misbehaves(life):
+    for kind in FAULTS:
+        for before in range(3):
+            life.the_link_misbehaves([])
+            life.the_other_serves(prompt(15, before), b"", hears=True)
+            life.disk.files.clear()
+            life.was_sound = False
+            life.restart("killed", "a", 1, 0)
+            life.hear()
+            life.the_link_misbehaves([*[None] * before, kind, None, kind])
+            for fork in (before, before + 1, before):
+                life.serve(prompt(15, fork), b"", stores=False)
+                life.hear()
+    peer_serves(life)
+
+
+def peer_is_a_stranger(life):
+    peer_serves(life)
+    for number in range(8):
+        life.a_stranger_asks(number & 1, number & 2, 1 + number // 4)
+
+
+def peer_resets(life):
+    for number in range(6):
+        life.the_other_serves(prompt(15, number % 4), b"", hears=True)
+        life.wait_for_a_load(prompt(15, number % 4), b"")
+        if number & 1:
+            life.the_other_resets_while_it_answers()
+        if number & 2:
+            life.the_other_resets(late=True)
+        life.end_load(0, runs=True, closes=False, twice=True)
+        life.the_other_serves(prompt(15, 4), b"", hears=True)
+        if number == 3:
+            life.reset()
+        life.the_link_misbehaves(["torn", None])
+        life.hear()
+        life.hear()
+        life.serve(prompt(15, 4), b"", stores=False)
+        life.wait_for_a_load(prompt(9, number % 4), b"")
+        life.the_other_resets(late=False)
+        life.end_load(0, runs=True, closes=False, twice=True)
+
+
+def peer_evicts(life):
+    for forks in ([0, 1, 2, 3], [5, 6, 7, 8], [0, 4, 1, 2]):
+        life.other.churn(forks)
+        life.hear()
+        life.serve(prompt(15, 4), b"", stores=False)
+
+
+PEER_STORIES = (peer_serves, peer_misbehaves, peer_is_a_stranger, peer_resets, peer_evicts)
+
 STORIES = (  # the short ones find most
     restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
-    stored_again_after_a_reset, fails_for_good, dies, fills_up, half_writes, keeps_what_is_used,
-    outlives_its_copies,
+    stored_again_after_a_reset, steps_fail, fails_for_good, dies, fills_up, half_writes,
+    keeps_what_is_used, outlives_its_copies,
 )  # fmt: skip
 
 
 def lives(stories):
     for story in stories:
+        machine = PeerMachine if story in PEER_STORIES else TierMachine
         for number, groups in enumerate(GROUPS):
-            yield story, groups, number & 1, 1, 9
-            yield story, groups, not number & 1, 3, 14
+            yield story, machine(), groups, number & 1, 1, 9
+            yield story, machine(), groups, not number & 1, 3, 14
 
 
 def hunt(stories):
     """Live through stories; return the property that is broken first, or None."""
-    for story, *world in lives(stories):
-        life = TierMachine()
+    for story, life, *world in lives(stories):
         try:
             life.begin(*world)
             story(life)
@@ -177,7 +246,7 @@ def hunt(stories):
 
 
 def test_nothing_is_broken_where_no_bug_is_planted():
-    assert hunt(STORIES) is None
+    assert hunt((*STORIES, *PEER_STORIES)) is None
 
 
 @pytest.mark.parametrize("name", PLANTED)

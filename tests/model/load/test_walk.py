@@ -13,6 +13,8 @@ QUICK = [
     ("BertConfig", ""),
     ("BertConfig", "is_decoder"),
     ("DeepseekV3Config", "wide values"),
+    ("Glm5NextConfig", ""),
+    ("GlmMoeDsaConfig", ""),
     ("GPT2Config", ""),
     ("GPTJConfig", ""),
     ("GptOssConfig", ""),

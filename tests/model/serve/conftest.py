@@ -18,6 +18,7 @@ from model.serve.head import BoundedProtocol
 from model.serve.listener import address_of, listen
 from model.serve.process import Server
 from model.tiny import CHECKPOINT_DIR
+from tests.model.serve.calls import TEMPLATE
 
 DEADLINE_S = 60
 
@@ -106,6 +107,14 @@ def served(make_engine):
         port=0, served_model_name="tiny", max_waiting=300, max_request_bytes=1 << 20
     )
     with Served(AsyncEngine(make_engine, max_waiting=config.max_waiting), config) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def agents(make_engine):
+    """A server whose model has a chat template with tools."""
+    config = ServeConfig(port=0, served_model_name="tiny", chat_template=TEMPLATE)
+    with Served(AsyncEngine(make_engine), config) as running:
         yield running
 
 

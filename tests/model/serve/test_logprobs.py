@@ -14,6 +14,7 @@ from model.serve.chat import _Messages
 from model.serve.completions import _Texts
 from model.serve.generation import _EventStream
 from model.serve.protocol import ChatCompletion, ChatRequest, Completion, CompletionRequest
+from model.serve.reading import Form, Reader
 from model.tiny import CHECKPOINT_DIR
 from model.token_stream import Delta
 
@@ -34,7 +35,8 @@ def form_of(kind):
     )
     if kind == "chat":
         asked = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
-        return _Messages(ChatRequest.model_validate(asked), service)
+        readers = [Reader(Form(), str)] * NUM_PROMPTS
+        return _Messages(ChatRequest.model_validate(asked), service, readers)
     return _Texts(CompletionRequest.model_validate({"prompt": "x", "logprobs": 20}), service, [])
 
 

@@ -241,7 +241,7 @@ def test_a_wrong_field_is_named(client, wrong, status, param, streams):
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages"),
     ],

@@ -7,8 +7,9 @@ import pytest
 
 from model.serve.protocol import ChatRequest, CompletionRequest
 
-PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DOCS = Path(__file__).parents[3] / "docs" / "how-to"
+PAGE, AGENTS = ((DOCS / name).read_text(encoding="utf-8") for name in ("serve.md", "agents.md"))
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE + AGENTS, re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -29,9 +30,8 @@ def test_every_path_is_named(http):
 
 def test_every_field_is_named():
     quiet = {
-        "messages", "prompt", "store", "parallel_tool_calls", "tool_choice", "functions",
-        "function_call",
-        "modalities", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options",
+        "messages", "prompt", "store", "functions", "function_call", "modalities", "audio",
+        "prediction", "verbosity", "web_search_options",
     }  # fmt: skip  # the prompt's own names; what is refused or means nothing
     for request in (CompletionRequest, ChatRequest):
         assert {name for name in request.model_fields if f"`{name}`" not in PAGE} <= quiet

@@ -1,0 +1,1 @@
+"""Operations of sparse attention on a CPU."""

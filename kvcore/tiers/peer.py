@@ -1,0 +1,353 @@
+"""The peer tier: copies that another process has, asked for by content over a link.
+
+Decides: what is known of the peer, when it is asked, and what of its answers is believed. A thread
+hears from the peer which contents it has, so `contains` asks nobody; a copy is asked for when a
+load reads it, on the thread of the load. A question has its key, its length and a number; an answer
+is believed if its header is whole and says the same key, meaning, length and number, and if the
+payload has the checksum of the header. Everything else is a miss, and is counted; an answer that
+does not fit its question ends the connection, so what comes late is never read.
+
+Invariants: every wait has a deadline; nothing is asked of a process that has not shown the same
+secret and meaning; a content with a salt is never asked for; what the peer had before `clear` is
+not asked for until the peer is another process. When the peer forgets all, because its contents
+have proved invalid, the epoch changes here too, so loads that run do not join.
+
+A peer is only read: nothing is stored there. docs/how-to/transfers.md is for users.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Final, final
+
+from kvcore.tiers.link import (
+    AGREED,
+    ANSWER,
+    HELLO,
+    MAGIC,
+    NONCE_BYTES,
+    PROCESS_BYTES,
+    QUESTION,
+    TO_ASK,
+    TO_HEAR,
+    WELCOME,
+    Channel,
+    LinkError,
+    TcpChannel,
+    parse_address,
+    proof,
+    receive_news,
+)
+from kvcore.tiers.record import (
+    RECORD_BYTES,
+    Fault,
+    Header,
+    Key,
+    Meaning,
+    checksum_of,
+    decode_header,
+    is_private,
+)
+from kvcore.tiers.tier import TierStats
+
+_HANDSHAKE_S: Final = 2.0
+_SILENCE_S: Final = 5.0  # without news: the peer says every second that it is there
+_ANSWER_S: Final = 1.0
+_SLOWEST_BYTES_PER_S: Final = 20e6
+_RETRIES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_MAX_KEYS: Final = 1 << 20  # that are known of one peer: 130 MB
+_MAX_FAILURES: Final = 3
+_MAX_PAUSE_S: Final = 300.0
+_log = logging.getLogger(__name__)
+
+Connect = Callable[[float], Channel]
+"""Connects to the peer, before a deadline; raises OSError or LinkError."""
+
+
+@final
+class PeerTier:
+    """The copies of a process that serves them at an address.
+
+    Args:
+        address: HOST:PORT.
+        secret: what the two processes share; empty: nothing.
+        connect: another link than TCP; None: TCP.
+        has_thread: whether a thread of its own hears the news; False: `hear` is called instead.
+
+    Attributes:
+        name: "peer HOST:PORT".
+        keeps: False.
+        stats: its counters; `is_enabled` says whether the peer is there now.
+        epoch: how often it was cleared, here or there.
+
+    Raises:
+        InvalidArgumentError: no address.
+    """
+
+    keeps, medium = False, "REMOTE"
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        secret: bytes = b"",
+        connect: Connect | None = None,
+        has_thread: bool = True,
+    ) -> None:
+        at = parse_address("peer", address)
+        self.name = f"peer {address}"
+        self.stats = TierStats(is_enabled=False)
+        self.epoch = 0
+        self._secret = secret
+        self._connect: Connect = connect or (lambda deadline_s: TcpChannel.connect(at, deadline_s))
+        self._has_thread = has_thread
+        self._meaning = Meaning(b"")
+        self._known: set[Key] = set()
+        self._refused: set[Key] = set()  # what this process of the peer had before a `clear`
+        self._process = b""  # which process of the peer `_known` is of
+        self._news: Channel | None = None
+        self._copies: Channel | None = None
+        self._session = self._number = 0  # of the connection for copies
+        self._num_failures = self._num_losses = 0
+        self._said: Fault | None = None
+        self._lock = threading.Lock()  # held while what is known changes
+        self._asking = threading.Lock()  # one question at a time
+        self._closed = threading.Event()
+
+    def start(self, meaning: Meaning, largest: int) -> None:
+        """See `Tier.start`. The peer may come later."""
+        del largest
+        self._meaning = meaning
+        if self._has_thread:
+            threading.Thread(target=self._run, name=self.name, daemon=True).start()
+
+    def contains(self, key: Key) -> bool:
+        """See `Tier.contains`: as far as the peer has said."""
+        return key in self._known
+
+    def touch(self, key: Key) -> None:
+        """See `Tier.touch`; the peer notes its own uses."""
+
+    def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
+        """See `Tier.put`: nothing is stored at a peer."""
+        del key, payload, priority, epoch
+        return False
+
+    def get(self, key: Key, length: int) -> memoryview | None:
+        """See `Tier.get`. Waits a second at most, and the time of 20 MB a second."""
+        with self._asking:
+            if key not in self._known:
+                return None
+            try:
+                payload = self._ask(key, length)
+            except (OSError, LinkError) as error:
+                self._end_copies()
+                self._note(error)
+                self._forget(key)
+                self._num_failures += 1
+                if self._num_failures >= _MAX_FAILURES:
+                    self._num_losses += 1
+                    self._lose()
+                return None
+            self._num_failures = self._num_losses = 0
+            if payload is None:
+                self.stats.faults["gone"] += 1
+                self._forget(key)
+                return None
+            self.stats.num_hits += 1
+            self.stats.read_bytes += length
+            return payload
+
+    def mark(self) -> int:
+        """See `Tier.mark`: nothing comes to a peer from here."""
+        return 0
+
+    def forget(self, since: int, keys: Collection[Key]) -> None:
+        """See `Tier.forget`. O(keys)."""
+        del since
+        with self._lock:
+            self.epoch += 1
+            self._refused.update(keys)
+            self._replace(self._known.difference(keys))
+
+    def clear(self) -> None:
+        """See `Tier.clear`. O(what the peer has)."""
+        with self._lock:
+            self.epoch += 1
+            self._refused |= self._known
+            self._replace(set())
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self._closed.set()
+        self._lose()
+        self._end_copies()
+
+    # News
+
+    def hear(self) -> bool:
+        """Connect if there is no connection, and hear news once; whether there were any.
+
+        Blocks for as long as the peer says nothing, 5 s at most.
+        """
+        try:
+            news = self._news
+            if news is None:
+                news, process, _ = self._open(TO_HEAR)
+                self._begin(news, process)
+            self._apply(*receive_news(news, time.monotonic() + _SILENCE_S))
+        except (OSError, LinkError) as error:
+            if not self._closed.is_set():
+                self._note(error)
+                self._lose()
+            return False
+        return True
+
+    def _run(self) -> None:
+        """Hear news until it is closed; where the peer is not there, try again and again."""
+        failures = 0
+        while not self._closed.is_set():
+            if self.hear():
+                failures = 0
+            else:
+                pause_s = _RETRIES_S[min(failures, len(_RETRIES_S) - 1)]
+                if self._num_losses:  # it says what it has, and does not serve it
+                    pause_s = max(pause_s, min(2.0**self._num_losses, _MAX_PAUSE_S))
+                self._closed.wait(pause_s)
+                failures += 1
+
+    def _begin(self, news: Channel, process: bytes) -> None:
+        """A connection for news is there, of the process that was known or of another one."""
+        with self._lock:
+            if process != self._process:
+                self._refused = set()
+            self._process, self._news, self._num_failures = process, news, 0
+            self._replace(set())
+            self.stats.is_enabled = True
+        self._said = None
+        if self._closed.is_set():
+            self._lose()
+
+    def _apply(self, is_new: bool, came: list[Key], went: list[Key]) -> None:  # noqa: FBT001
+        with self._lock:
+            if self._news is None:
+                return
+            if is_new:
+                self.epoch += 1
+                self._replace(set())
+            room = _MAX_KEYS - len(self._known)
+            wanted = [key for key in came[:room] if key not in self._refused]
+            self._known.update([key for key in wanted if not is_private(key)])
+            self._known.difference_update(went)
+            self.stats.num_records = len(self._known)
+
+    def _replace(self, known: set[Key]) -> None:
+        self._known = known
+        self.stats.num_records = len(known)
+
+    def _forget(self, key: Key) -> None:
+        with self._lock:
+            self._known.discard(key)
+            self.stats.num_records = len(self._known)
+
+    def _lose(self) -> None:
+        """End the connection for news: nothing is known of the peer until there is another."""
+        with self._lock:
+            news, self._news = self._news, None
+            self._replace(set())
+            self.stats.is_enabled = False
+        if news is not None:
+            news.close()
+
+    # Copies
+
+    def _ask(self, key: Key, length: int) -> memoryview | None:
+        """Ask for a copy; None: the peer does not have it any more.
+
+        Raises:
+            LinkError, OSError: there is no answer, or none that may be believed.
+        """
+        deadline_s = time.monotonic() + _ANSWER_S + length / _SLOWEST_BYTES_PER_S
+        channel, epoch = self._copies, self.epoch
+        if channel is None:
+            channel, process, nonce = self._open(TO_ASK)
+            if process != self._process:
+                channel.close()
+                raise LinkError("stale")
+            self._copies = channel
+            self._session = int.from_bytes(nonce[:8], "little")
+        self._number += 1
+        channel.send([QUESTION.pack(self._number, key, length)], deadline_s)
+        header = decode_header(bytes(channel.receive(RECORD_BYTES, deadline_s)))
+        if not isinstance(header, Header):
+            raise LinkError(header)
+        if header.meaning != self._meaning:
+            raise LinkError("foreign")
+        if (header.key, header.segment, header.number) != (key, self._session, self._number):
+            raise LinkError("stale")
+        if header.is_dead:
+            return None
+        if header.length != length:
+            raise LinkError("short")
+        payload = memoryview(channel.receive(length, deadline_s))
+        if checksum_of(payload) != header.checksum:
+            raise LinkError("corrupted")
+        if epoch != self.epoch:
+            raise LinkError("stale")
+        return payload
+
+    def _open(self, purpose: int) -> tuple[Channel, bytes, bytes]:
+        """Return a connection, which process of the peer has it, and our nonce.
+
+        Raises:
+            LinkError, OSError: there is none, or the peer has another secret or meaning.
+        """
+        deadline_s = time.monotonic() + _HANDSHAKE_S
+        channel = self._connect(deadline_s)
+        try:
+            return channel, *self._agree(channel, purpose, deadline_s)
+        except BaseException:
+            channel.close()
+            raise
+
+    def _agree(self, channel: Channel, purpose: int, deadline_s: float) -> tuple[bytes, bytes]:
+        """Do the handshake: show the secret and the meaning, and see those of the peer."""
+        magic, theirs = WELCOME.unpack(channel.receive(WELCOME.size, deadline_s))
+        if magic != MAGIC:
+            raise LinkError("foreign")
+        nonce = os.urandom(NONCE_BYTES)
+        what = bytes([purpose]) + self._meaning
+        mine = proof(self._secret, b"client", theirs, nonce, what)
+        channel.send([HELLO.pack(MAGIC, purpose, nonce, self._meaning, mine)], deadline_s)
+        answer = bytes(channel.receive(ANSWER.size, deadline_s))
+        status, process, shown = ANSWER.unpack(answer)
+        wanted = proof(self._secret, b"server", nonce, theirs, answer[: 1 + PROCESS_BYTES])
+        if not hmac.compare_digest(shown, wanted):
+            raise LinkError("refused")
+        if status != AGREED:
+            raise LinkError("foreign")
+        return process, nonce
+
+    def _end_copies(self) -> None:
+        channel, self._copies = self._copies, None
+        if channel is not None:
+            channel.close()
+
+    def _note(self, error: OSError | LinkError) -> None:
+        """Count why there was no answer; say it once, where the peer can never be of use."""
+        fault = error.fault if isinstance(error, LinkError) else "failed"
+        self.stats.faults[fault] += 1
+        if fault in _LASTING and fault != self._said:
+            self._said = fault
+            _log.warning("%s: %s", self.name, _LASTING[fault])
+
+
+_LASTING: Final[dict[Fault, str]] = {
+    "foreign": "it has other weights, another layout or another version; nothing is loaded from it",
+    "refused": "it has another secret; nothing is loaded from it",
+}

@@ -1,0 +1,304 @@
+"""The server of copies: answers peers that ask for contents of this process's tiers.
+
+Decides: who is answered, and with what. Served is what the tiers that keep copies have, by content:
+whole, or not at all. A question never changes a tier, whatever it says; a content with a salt is
+neither named nor served. A peer proves that it knows the secret, and has the same meaning, before
+it hears anything.
+
+Invariants: an answer is sent only if no tier was cleared while it was read; a peer that sends
+anything else than the link wants loses its connection, and so does one that does not read.
+
+Does not know: the pool, blocks; what is there changes on other threads at any time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final, final
+
+from kvcore.tiers.link import (
+    AGREED,
+    ANSWER,
+    HELLO,
+    MAGIC,
+    MAX_NEWS,
+    NONCE_BYTES,
+    OTHER_MEANING,
+    OTHER_SECRET,
+    PROCESS_BYTES,
+    QUESTION,
+    TO_ASK,
+    TO_HEAR,
+    WELCOME,
+    Channel,
+    LinkError,
+    TcpChannel,
+    encode_news,
+    parse_address,
+    proof,
+)
+from kvcore.tiers.record import (
+    DEAD,
+    DEAD_OFFSET,
+    Header,
+    Key,
+    checksum_of,
+    group_of,
+    is_private,
+)
+from kvcore.tiers.tier import Changes, KeepingTier, TierError
+from kvcore.tiers.tier_manager import TierManager
+
+_HANDSHAKE_S: Final = 2.0
+_SEND_S: Final = 10.0
+_HEARTBEAT_S: Final = 1.0
+_MAX_CONNECTIONS: Final = 64
+
+
+@dataclass(slots=True)
+class PeerServerStats:
+    """The counters of a server.
+
+    Attributes:
+        num_connections: connections that there are now.
+        num_served: copies that were sent.
+        served_bytes: their bytes.
+        num_missing: questions for what is not there.
+        num_refused: connections that were refused: another secret, or another meaning.
+    """
+
+    num_connections: int = 0
+    num_served: int = 0
+    served_bytes: int = 0
+    num_missing: int = 0
+    num_refused: int = 0
+
+
+@final
+class PeerServer:
+    """Serves the copies of a manager's tiers to peers.
+
+    Args:
+        manager: whose tiers; those that keep copies.
+        secret: what peers have to know; empty: nothing, so listen on a loopback address.
+
+    Attributes:
+        stats: its counters.
+        address: HOST:PORT where it listens; empty before `listen`.
+    """
+
+    def __init__(self, manager: TierManager, secret: bytes = b"") -> None:
+        self.stats = PeerServerStats()
+        self.address = ""
+        self.manager = manager
+        self.secret = secret
+        self.process = os.urandom(PROCESS_BYTES)
+        self.tiers = manager.keeping
+        self._lock = threading.Lock()
+        self._channels: set[TcpChannel] = set()
+        self._listener: socket.socket | None = None
+
+    def listen(self, address: str) -> None:
+        """Accept peers on threads of its own.
+
+        Args:
+            address: HOST:PORT; port 0 takes a free one.
+
+        Raises:
+            InvalidArgumentError: no address.
+            TierError: it cannot listen there.
+        """
+        host, port = parse_address("serve_kv", address)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(found[4][:2], family=found[0])
+        except OSError as error:
+            is_known = (error.errno or 0) > 0  # those of names are negative
+            reason = os.strerror(error.errno or 0) if is_known else error.strerror
+            raise TierError(f"serve_kv: cannot listen on {address}: {reason}") from None
+        host = f"[{host}]" if ":" in host else host
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        self._listener = listener
+        threading.Thread(
+            target=self._accept, args=(listener,), name="kv peers", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Answer nobody any more. O(connections)."""
+        with self._lock:
+            listener, self._listener = self._listener, None
+            channels = [*self._channels]
+        if listener is not None:
+            listener.close()
+        for channel in channels:
+            channel.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # closed
+            channel = TcpChannel(connection)
+            with self._lock:
+                is_welcome = self._listener is not None
+                is_welcome = is_welcome and len(self._channels) < _MAX_CONNECTIONS
+                if is_welcome:
+                    self._channels.add(channel)
+                    self.stats.num_connections = len(self._channels)
+            if is_welcome:
+                threading.Thread(
+                    target=self._serve, args=(channel,), name="kv peer", daemon=True
+                ).start()
+            else:
+                channel.close()
+
+    def _serve(self, channel: TcpChannel) -> None:
+        """Answer one connection until it ends."""
+        session = PeerSession(self)
+        try:
+            session.run(channel)
+        except (OSError, LinkError):
+            pass  # it has gone, or is none of ours
+        finally:
+            session.close()
+            channel.close()
+            with self._lock:
+                self._channels.discard(channel)
+                self.stats.num_connections = len(self._channels)
+
+
+@final
+class PeerSession:
+    """What one connection is told, without the connection.
+
+    Attributes:
+        welcome: what is sent first.
+        purpose: of the connection, once `agree` has agreed; 0 before.
+    """
+
+    def __init__(self, server: PeerServer) -> None:
+        self.purpose = 0
+        self._server = server
+        self._nonce = os.urandom(NONCE_BYTES)
+        self.welcome = WELCOME.pack(MAGIC, self._nonce)
+        self._number = 0
+        self._watched: list[tuple[KeepingTier, Changes]] = []
+        self._news = threading.Event()
+        self._waiting: list[tuple[Key, bool]] = []
+
+    def run(self, channel: Channel) -> None:
+        """Answer a connection until it ends.
+
+        Raises:
+            LinkError, OSError: it has ended.
+        """
+        deadline_s = time.monotonic() + _HANDSHAKE_S
+        channel.send([self.welcome], deadline_s)
+        channel.send([self.agree(channel.receive(HELLO.size, deadline_s))], deadline_s)
+        while self.purpose == TO_HEAR:
+            channel.send([self.news()], time.monotonic() + _SEND_S)
+            if not self._waiting:
+                self._news.wait(_HEARTBEAT_S)
+        while self.purpose == TO_ASK:
+            pieces = self.copy(channel.receive(QUESTION.size, math.inf))
+            channel.send(pieces, time.monotonic() + _SEND_S)
+
+    def agree(self, hello: bytes | bytearray) -> bytes:
+        """Return the answer to a hello; `purpose` is set if it is agreed. O(copies).
+
+        Raises:
+            LinkError: it is no hello.
+        """
+        magic, purpose, nonce, meaning, shown = HELLO.unpack(hello)
+        if magic != MAGIC or purpose not in (TO_HEAR, TO_ASK):
+            raise LinkError("foreign")
+        server = self._server
+        said = bytes([purpose]) + meaning
+        status = AGREED if meaning == server.manager.meaning else OTHER_MEANING
+        if not hmac.compare_digest(
+            shown, proof(server.secret, b"client", self._nonce, nonce, said)
+        ):
+            status = OTHER_SECRET
+        if status == AGREED:
+            self.purpose = purpose
+            self._number = int.from_bytes(nonce[:8], "little")
+            if purpose == TO_HEAR:
+                self._watched = [(tier, tier.watch(self._news)) for tier in server.tiers]
+        else:
+            server.stats.num_refused += 1
+        if status == OTHER_SECRET:  # it learns nothing
+            return bytes([status]).ljust(ANSWER.size, b"\0")
+        about = bytes([status]) + server.process
+        return about + proof(server.secret, b"server", nonce, self._nonce, about)
+
+    def news(self) -> bytes:
+        """Return what has changed since the last call. O(changes)."""
+        is_new = False
+        changed: dict[Key, None] = {}
+        self._news.clear()
+        for _, changes in self._watched:
+            is_cleared, found = changes.take()
+            is_new = is_new or is_cleared
+            changed.update(dict.fromkeys(found))
+        if is_new:
+            changed, self._waiting = {}, []
+            for place, (tier, changes) in enumerate(self._watched):
+                tier.unwatch(changes)
+                self._watched[place] = tier, tier.watch(self._news)
+                changed.update(dict.fromkeys(self._watched[place][1].take()[1]))
+        tiers = self._server.tiers
+        for key in changed:
+            if not is_private(key):
+                self._waiting.append((key, any(tier.contains(key) for tier in tiers)))
+        told, self._waiting = self._waiting[:MAX_NEWS], self._waiting[MAX_NEWS:]
+        came = [key for key, is_there in told if is_there]
+        went = [key for key, is_there in told if not is_there]
+        return encode_news(came, went, is_new=is_new)
+
+    def copy(self, question: bytes | bytearray) -> list[bytes | memoryview]:
+        """Return the answer to a question: a record, or one that is marked as not there.
+
+        O(its bytes).
+        """
+        number, asked, length = QUESTION.unpack(question)
+        server, key = self._server, Key(asked)
+        payload = self._find(key, length)
+        found = payload is not None
+        content = memoryview(b"") if payload is None else payload
+        header = Header(
+            key, server.manager.meaning, 0, self._number, number, len(content), checksum_of(content)
+        )
+        head = bytearray(header.encode())
+        server.stats.num_served += found
+        server.stats.num_missing += not found
+        server.stats.served_bytes += len(content)
+        if not found:
+            head[DEAD_OFFSET : DEAD_OFFSET + 1] = DEAD
+        return [bytes(head), content]
+
+    def _find(self, key: Key, length: int) -> memoryview | None:
+        """Return a copy, if it may be served and has the length that is asked for."""
+        manager, tiers = self._server.manager, self._server.tiers
+        group = group_of(key)
+        if is_private(key) or group >= len(manager.kv.groups):
+            return None
+        if length != manager.copy_bytes(group):  # a tier would take its own record for a wrong one
+            return None
+        epochs = [tier.epoch for tier in tiers]
+        for tier in tiers:
+            payload = tier.get(key, length)
+            if payload is not None and epochs == [tier.epoch for tier in tiers]:
+                return payload
+        return None
+
+    def close(self) -> None:
+        """Watch the tiers no more. O(watchers)."""
+        for tier, changes in self._watched:
+            tier.unwatch(changes)

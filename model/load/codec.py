@@ -1,0 +1,261 @@
+"""Text and conversations to tokens, and tokens to text, by a model's tokenizer.
+
+Decides: that a conversation becomes text by the model's own chat template, and without one a line a
+message. Invariants: a text that no request could have is refused before it is cut into tokens;
+whatever a tokenizer raises is an error about the prompt, in one line.
+
+Does not know: where a tokenizer is found (`loader.py`), images, requests.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Any, Protocol, cast
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+from model.errors import InvalidArgumentError
+from model.load.checkpoint import reason
+from model.load.text import Step
+
+Message = Mapping[str, object]
+"""A message of a conversation: its `role`, and its `content`: a text, or a list of parts."""
+
+
+class TextCodec(Protocol):
+    """Text to tokens and back."""
+
+    @property
+    def template(self) -> str | None:
+        """The chat template; None: there is none."""
+        ...
+
+    @property
+    def response_template(self) -> Mapping[str, object] | None:
+        """How the model writes reasoning and tool calls, as Transformers reads it; None: unknown.
+
+        https://huggingface.co/docs/transformers/chat_response_parsing
+        """
+        ...
+
+    @property
+    def model_type(self) -> str:
+        """The family of its model, as its configuration names it."""
+        ...
+
+    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
+        """Tokens of a prompt, including those that the model wants at its start unless said."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, in the format that the model was trained on.
+
+        Args:
+            messages: each with a `role` and a `content`.
+            opens_answer: whether the tokens end where the assistant's answer starts.
+            options: what else Transformers' `apply_chat_template` takes, such as `tools`, and
+                further variables of the template.
+        """
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+        image_mark: str = "",
+    ) -> tuple[str, bool]:
+        """The text of a conversation, and whether it still wants special tokens at its start.
+
+        Args:
+            messages: as for `encode_chat`; a content may be a list of parts, each of `type` "text",
+                with a `text`, or "image".
+            opens_answer: as for `encode_chat`.
+            options: as for `encode_chat`.
+            image_mark: stands for an image where there is no chat template.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of tokens."""
+        ...
+
+    def describe(self) -> str | None:
+        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: unsupported.
+
+        O(tokens).
+        """
+        ...
+
+    def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
+        """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
+        ...
+
+
+def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: str = "") -> str:
+    """A conversation for a model without a chat template: one line per message.
+
+    `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
+    """
+
+    def said(content: object) -> str:
+        if not isinstance(content, list):
+            return str(content)
+        return "".join(part.get("text", image_mark) for part in content)
+
+    lines = [f"{message['role']}: {said(message['content'])}\n" for message in messages]
+    return "".join([*lines, "assistant:" if opens_answer else ""])
+
+
+class _NoPanic:
+    """Turns a panic of the tokenizers library's Rust code into an `Exception`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is not None and kind.__module__ == "pyo3_runtime":
+            raise RuntimeError(
+                f"tokenizer.json makes the tokenizers library fail: {error}"
+            ) from error
+
+
+NO_PANIC = _NoPanic()
+
+
+class HuggingFaceCodec:
+    """A tokenizer of Transformers.
+
+    Args:
+        tokenizer: does the work.
+        model_type: of the model.
+        max_positions: of the model; a text that is too long even if every token were the longest is
+            refused before tokenizing, which takes about 300 bytes per character. None: no limit.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model_type: str, max_positions: int | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.model_type = model_type
+        self.response_template: Mapping[str, object] | None = getattr(
+            tokenizer, "response_template", None
+        )
+        self._max_characters: int | None = None
+        if max_positions is not None:
+            self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
+
+    @property
+    def template(self) -> str | None:
+        """As `TextCodec`."""
+        found = self._tokenizer.chat_template
+        return "".join(found.values()) if isinstance(found, dict) else found
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """What does the work. O(1)."""
+        return self._tokenizer
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """As `TextCodec`."""
+        text, adds = self.render_chat(messages, opens_answer=opens_answer, options=options)
+        return self.encode(text, adds_special_tokens=adds)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+        image_mark: str = "",
+    ) -> tuple[str, bool]:
+        """As `TextCodec`."""
+        options = options or {}
+        if options.get("chat_template", self._tokenizer.chat_template) is None:
+            if options.get("tools"):
+                raise InvalidArgumentError(
+                    "tools: wanted a model with a chat template, which this one lacks; "
+                    "--chat-template gives it one"
+                )
+            return plain_chat(messages, opens_answer=opens_answer, image_mark=image_mark), True
+        try:
+            text = self._tokenizer.apply_chat_template(
+                cast("Any", [dict(message) for message in messages]),
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **options,  # type: ignore[arg-type]
+            )
+        except Exception as error:  # a template may raise any error
+            raise InvalidArgumentError(
+                f"messages: wanted messages that the model's chat template accepts: {reason(error)}"
+            ) from error
+        return str(text), False
+
+    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
+        """As `TextCodec`."""
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise InvalidArgumentError(
+                f"prompt: wanted at most {self._max_characters:,} characters, the model's "
+                f"positions times the length of its longest token, got {len(text):,}"
+            )
+        try:
+            with NO_PANIC:
+                return list(
+                    self._tokenizer.encode(
+                        text, truncation=False, add_special_tokens=adds_special_tokens
+                    )
+                )
+        except Exception as error:  # its files may not fit together
+            raise InvalidArgumentError(
+                f"prompt: wanted text that the model's tokenizer accepts: {reason(error)}"
+            ) from error
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """As `TextCodec`."""
+        with NO_PANIC:
+            text = self._tokenizer.decode(
+                list(tokens),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        return str(text)
+
+    def describe(self) -> str | None:
+        """As `TextCodec`."""
+        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
+            return None
+        plain = copy(tokenizer)
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
+
+    def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
+        """As `TextCodec`."""
+        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
+            return None
+        step = partial(DecodeStream(skip_special_tokens=skip_special_tokens).step, tokenizer)
+
+        def guarded(tokens: list[int]) -> str | None:
+            with NO_PANIC:
+                return step(tokens)
+
+        return guarded

@@ -1,0 +1,143 @@
+"""Two managers with tiers, of which one is a peer of the other over a faulty link.
+
+The ghosts are those of `machine.py`, one for each; beside them stands what a peer may be asked for.
+"""
+
+import os
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+from kvcore import tiers
+from kvcore.tiers import PeerServer, PeerSession, link
+from tests.kvcore.tiers.faulty_disk import BrokenError
+from tests.kvcore.tiers.faulty_link import FAULTS, FaultyLink
+from tests.kvcore.tiers.machine import GROUPS, NUM_BYTES, PROMPTS, SALTS, TierMachine, Watched
+
+SECRET = b"what both of them know"
+
+
+class WatchedPeer(Watched):
+    """A peer, and the ghost beside it."""
+
+    def get(self, key, length):
+        is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()
+        payload = self.tier.get(key, length)
+        if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
+            raise BrokenError("P37: a peer's answer was believed, and is of something else")
+        if payload is not None and key in self.machine.forgotten:
+            raise BrokenError("P37: a peer was asked for what was forgotten by a reset")
+        if payload is None and is_there and self.tier.stats.faults.total() == faults:
+            raise BrokenError("P37: a peer did not serve a copy, and that is not counted")
+        return payload
+
+    def clear(self):
+        self.machine.forgotten |= self.tier._known
+        self.tier.clear()
+
+
+class PeerMachine(TierMachine):
+    """Prompts on both sides, resets, restarts, and answers that go wrong, in any order."""
+
+    peer_tier = tiers.PeerTier
+
+    @initialize(
+        groups=st.sampled_from(GROUPS),
+        host=st.booleans(),
+        records=st.integers(1, 3),
+        segments=st.sampled_from([9, 14]),
+    )
+    def begin(self, groups, host, records, segments):
+        self.other = TierMachine()
+        self.other.begin(groups, not host, records, 14)
+        self.link = FaultyLink(self.other, SECRET)
+        self.forgotten = set()  # may not be asked for from this process of the other
+        self.resets_late = False
+        super().begin(groups, host, records, segments)
+
+    def further_tiers(self):
+        self.forgotten = set()
+        made = self.peer_tier(
+            "127.0.0.1:1", secret=SECRET, connect=self.link.connect, has_thread=False
+        )
+        self.peer = WatchedPeer(made, self)
+        return [self.peer]
+
+    @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS), hears=st.booleans())
+    def the_other_serves(self, tokens, salt, hears):
+        """The other process computes a prompt and stores it; this one hears of it, or not yet."""
+        self.other.tiers.tiers[0].meanwhile = None
+        self.other.serve(tokens, salt, stores=True)
+        if hears:
+            self.hear()
+
+    @rule()
+    def hear(self):
+        self.peer.hear()
+        if not self.link.faults and self.peer.stats.is_enabled:
+            others = {key for tier in self.other.tiers.tiers for key in tier.tier._entries}
+            if not self.peer._known <= others:
+                raise BrokenError("P21: a peer is believed to have what it has not")
+
+    @rule(faults=st.lists(st.sampled_from([None, None, *FAULTS]), max_size=4))
+    def the_link_misbehaves(self, faults):
+        self.link.faults = faults
+
+    @rule(late=st.booleans())
+    def the_other_resets(self, late):
+        """Now, or when a load here has read all and has not ended."""
+        if late:
+            self.resets_late = True
+        else:
+            self.other.reset()
+
+    @rule()
+    def the_other_resets_while_it_answers(self):
+        self.other.tiers.tiers[0].meanwhile = self.other.reset
+
+    @rule(weights=st.sampled_from("aab"), kind=st.sampled_from(["closed", "killed"]))
+    def the_other_restarts(self, weights, kind):
+        self.other.restart(kind, weights, 1, 0)
+        self.forgotten = set()
+
+    @rule(is_known=st.booleans(), is_same=st.booleans(), purpose=st.sampled_from([1, 2]))
+    def a_stranger_asks(self, is_known, is_same, purpose):
+        """A process connects to the other one and asks for anything that there might be."""
+        manager = self.other.tiers
+        manager.tiers[0].meanwhile = None
+        session = PeerSession(PeerServer(manager, SECRET))
+        _, theirs = link.WELCOME.unpack(session.welcome)
+        nonce, meaning = os.urandom(32), manager.meaning if is_same else bytes(32)
+        said = bytes([purpose]) + meaning
+        shown = link.proof(SECRET if is_known else b"another", b"client", theirs, nonce, said)
+        answer = session.agree(link.HELLO.pack(link.MAGIC, purpose, nonce, meaning, shown))
+        if not (is_known and is_same):
+            if session.purpose:
+                raise BrokenError("P37: a process of another meaning or secret is served")
+            if not is_known and any(answer[1:]):
+                raise BrokenError("P37: a process without the secret learns something")
+            return
+        held = [{*tier.tier._entries} for tier in manager.tiers]
+        for key in self.other.true_payloads if purpose == link.TO_ASK else ():
+            for length in (NUM_BYTES, 2 * NUM_BYTES, 0, 1 << 40):
+                _, payload = session.copy(link.QUESTION.pack(1, key, length))
+                if len(payload) and key[3] & 128:
+                    raise BrokenError("P37: a peer serves a content with a salt")
+        if held != [{*tier.tier._entries} for tier in manager.tiers]:
+            raise BrokenError("P24: a question of a peer has removed records")
+        session.close()
+
+    def end(self, seq, job, runs, closes, twice):
+        if runs and self.resets_late:
+            self.resets_late, before = False, self.link.num_cleared
+            self.run(job)
+            self.other.reset()
+            self.hear()
+            if self.link.num_cleared != before and self.tiers.finish_load(job):
+                raise BrokenError("P38: a load joined after its peer had forgotten all")
+        super().end(seq, job, runs, closes, twice)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "other"):
+            self.other.finish_all()

@@ -1,0 +1,202 @@
+"""Tools and reasoning in chats, by OpenAI's own client: the tiny model writes what a guide says."""
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from tests.model.serve.calls import ADD, CALL, HELLO, NOW, OTHER
+
+
+@pytest.fixture(scope="module")
+def client(agents):
+    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def ask(client, text=None, **fields):
+    """An answer of this text, as it is read."""
+    asked = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 200, **fields}
+    extra = asked.pop("extra_body", {}) | ({} if text is None else {"guided_choice": [text]})
+    return client.chat.completions.create(**asked, extra_body=extra)
+
+
+def folded(stream):
+    """What a stream tells, as one message and its reason to end."""
+    message, reason = {"content": "", "reasoning_content": "", "tool_calls": []}, None
+    for piece in stream:
+        [choice] = piece.choices
+        reason = choice.finish_reason or reason
+        message["content"] += choice.delta.content or ""
+        message["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or ():
+            if call.index == len(message["tool_calls"]):
+                message["tool_calls"].append([call.id, call.function.name, ""])
+            message["tool_calls"][call.index][2] += call.function.arguments
+    return message, reason
+
+
+READ = {
+    "text": ("It is 7.", "It is 7.", "", []),
+    "a call": (CALL, "", "", [("add", {"a": 3, "b": 4})]),
+    "text and a call": (f"Let me see.\n{CALL}", "Let me see.", "", [("add", {"a": 3, "b": 4})]),
+    "two calls": (f"{CALL}\n{OTHER}", "", "", [("add", {"a": 3, "b": 4}), ("now", {})]),
+    "reasoning": ("<think>\nEasy.</think>\n\nIt is 7.", "It is 7.", "Easy.", []),
+    "all": (f"<think>Easy.</think>So:\n{CALL}", "So:", "Easy.", [("add", {"a": 3, "b": 4})]),
+    "no JSON": ("<tool_call>add(3, 4)</tool_call>", "add(3, 4)", "", []),
+    "no name": ("<tool_call>[3, 4]</tool_call>", "[3, 4]", "", []),
+    "a name alone": ('<tool_call>{"name": "now"}</tool_call>', "", "", [("now", {})]),
+    "half a call": ('Hm.<tool_call>{"name": "add", "arg', 'Hm.{"name": "add", "arg', "", []),
+    "half an opening": ("a <tool_c", "a <tool_c", "", []),
+    "an unknown name": ('<tool_call>{"name": "x", "arguments": {"y": "ä\\n"}}</tool_call>', "", "",
+                        [("x", {"y": "ä\n"})]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("kind", READ)
+def test_what_a_model_writes_is_told_as_reasoning_text_and_calls(client, kind, streams):
+    text, content, reasoning, calls = READ[kind]
+    answer = ask(client, text, tools=[ADD, NOW], stream=streams)
+    if streams:
+        message, reason = folded(answer)
+        told = [(name, json.loads(arguments)) for _, name, arguments in message["tool_calls"]]
+        ids = [name for name, _, _ in message["tool_calls"]]
+        assert (message["content"], message["reasoning_content"]) == (content, reasoning)
+    else:
+        [choice] = answer.choices
+        reason, message = choice.finish_reason, choice.message
+        made = message.tool_calls or ()
+        told = [(call.function.name, json.loads(call.function.arguments)) for call in made]
+        ids = [call.id for call in made]
+        assert message.content == (content or None if calls else content)
+        assert (getattr(message, "reasoning_content", None) or "") == reasoning
+    assert told == calls
+    assert len(set(ids)) == len(ids)
+    assert all(ids)
+    assert reason == ("tool_calls" if calls else "stop")
+
+
+def test_without_tools_a_call_is_text_and_so_it_is_with_tool_choice_none(client):
+    for fields in ({}, {"tools": [ADD], "tool_choice": "none"}):
+        [choice] = ask(client, CALL, **fields).choices
+        assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+
+
+def test_one_call_at_most_is_told_where_they_may_not_be_parallel(client):
+    answer = ask(client, f"{CALL}\n{OTHER}", tools=[ADD, NOW], parallel_tool_calls=False)
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["add"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=["any", "named"]
+)
+def test_a_demanded_call_follows_the_schema_of_its_tool(client, choice, streams):
+    asked = {"tools": [ADD], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = ask(client, **asked, stream=streams)
+    if streams:
+        message, reason = folded(answer)
+        [(_, name, arguments)] = message["tool_calls"]
+        assert message["content"] == ""
+    else:
+        [made] = answer.choices[0].message.tool_calls
+        name, arguments, reason = made.function.name, made.function.arguments, "tool_calls"
+        assert answer.choices[0].finish_reason == reason
+        assert answer.choices[0].message.content is None
+    found = json.loads(arguments)
+    assert (name, reason, set(found)) == ("add", "tool_calls", {"a", "b"})
+    assert all(0 <= value <= 99 for value in found.values())
+
+
+def test_a_demanded_call_that_is_cut_off_is_not_told_as_done(client):
+    asked = {"tools": [ADD], "max_tokens": 3}
+    [choice] = ask(client, tool_choice="required", **asked).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    named = {"type": "function", "function": {"name": "add"}}
+    [choice] = ask(client, tool_choice=named, **asked).choices
+    assert choice.finish_reason == "length"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(choice.message.tool_calls[0].function.arguments)
+
+
+def test_several_answers_are_read_apart(client):
+    named = {"type": "function", "function": {"name": "add"}}
+    answer = ask(client, tools=[ADD], tool_choice=named, n=3, temperature=1.5, seed=1)
+    made = [choice.message.tool_calls[0] for choice in answer.choices]
+    assert len({call.id for call in made}) == 3
+    assert all(json.loads(call.function.arguments).keys() == {"a", "b"} for call in made)
+
+
+def test_reasoning_that_the_prompt_begins_is_told_as_such(client, http_of):
+    asked = {"model": "tiny", "messages": HELLO, "reasoning_effort": "high", "max_tokens": 6}
+    message = ask(client, **asked).choices[0].message
+    assert message.content == ""
+    assert message.reasoning_content
+    prompt = http_of("/tokenize", messages=HELLO, reasoning_effort="high")
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n")
+
+
+@pytest.fixture
+def http_of(agents):
+    """The text of what tokenizing messages gives."""
+
+    def text(path, **body):
+        with httpx.Client(base_url=agents.url, timeout=60) as http:
+            tokens = http.post(path, json=body).json()["tokens"]
+            return http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+
+    return text
+
+
+@pytest.mark.parametrize("how", [{"tools": [ADD], "tool_choice": "required"},
+                                 {"response_format": {"type": "json_object"}}])  # fmt: skip
+def test_a_demanded_form_begins_behind_the_reasoning(client, how):
+    [choice] = ask(client, **how, reasoning_effort="high", max_tokens=6).choices
+    assert choice.message.reasoning_content  # this model would reason without end
+    assert (choice.message.content or "", choice.message.tool_calls) == ("", None)
+    [choice] = ask(client, **how, reasoning_effort="none", max_tokens=6).choices
+    assert not hasattr(choice.message, "reasoning_content")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+         "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "perhaps"}, "tool_choice"),
+        ({"tools": [ADD, ADD]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 5}}}],
+          "tool_choice": "required"}, "tools"),
+        ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format"),
+        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": "[1]"}}]}]},
+         "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": HELLO, "extra_body": {"continue_final_message": True,
+                                            "add_generation_prompt": True}},
+         "continue_final_message"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused_by_name(client, wrong, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, **wrong)
+    assert refused.value.body["param"] == param
+
+
+def test_tools_and_what_came_of_them_are_in_the_prompt(http_of):
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+    answered = {"role": "assistant", "content": None, "tool_calls": [call],
+                "reasoning_content": "Hm."}  # fmt: skip
+    told = {"role": "tool", "tool_call_id": "c", "content": "7"}
+    text = http_of("/tokenize", messages=[*HELLO, answered, told], tools=[NOW])
+    assert '<|im_start|>system\n{"name": "now"}\n<|im_end|>' in text
+    assert '<think>Hm.</think><tool_call>\n{"name": "add", "arguments": {"a": 3}}\n' in text
+    assert text.endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
+    begun = [*HELLO, {"role": "assistant", "content": "It is"}]
+    text = http_of("/tokenize", messages=begun, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nIt is")
