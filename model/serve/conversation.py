@@ -74,6 +74,7 @@ class Message(Strict):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None  # by OpenAI's client
 
     @model_validator(mode="before")
     @classmethod

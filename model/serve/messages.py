@@ -128,7 +128,7 @@ class CountRequest(OtherRequest):
     """`POST /v1/messages/count_tokens`."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        "container": (), "mcp_servers": ([],), "context_management": (),
+        "container": (), "mcp_servers": ([],),
     }  # fmt: skip
 
     model: str | None = None
@@ -298,7 +298,7 @@ def messages(service: Service) -> APIRouter:
     @router.post("/v1/messages")
     async def message(body: MessagesRequest, request: Request) -> Response:
         """Answer messages."""
-        return await converse(service, body.chat(), request, _Answer, _FIELDS)
+        return await converse(service, body.chat(), request, _Answer, _FIELDS, is_cut=True)
 
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> TokenCount:
