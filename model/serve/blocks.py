@@ -194,6 +194,21 @@ class BlockForm(ABC):
         return made
 
 
+def content_of(parts: Iterable[tuple[str, str]]) -> str | list[dict[str, object]]:
+    """The content of a message of a chat: a text, or parts if some are images. O(text).
+
+    Args:
+        parts: each a text and "", or "" and the URL of an image.
+    """
+    told = list(parts)
+    if not any(url for _, url in told):
+        return "".join([text for text, _ in told])
+    return [
+        {"type": "image_url", "image_url": {"url": url}} if url else {"type": "text", "text": text}
+        for text, url in told
+    ]
+
+
 def event(kind: str, told: Mapping[str, object]) -> str:
     """An event that has a name. O(its text)."""
     return f"event: {kind}\ndata: {quoted({'type': kind, **told})}\n\n"
