@@ -108,7 +108,7 @@ class BlockForm(ABC):
         blocks: those that have begun.
     """
 
-    KINDS: ClassVar[Mapping[str, str]]
+    KINDS: ClassVar[Mapping[str, str]] = {"reasoning": "rs", "content": "msg", "call": "fc"}
     """What the name of a block begins with, for each kind."""
 
     def __init__(self, service: Service, readers: Sequence[Reader]) -> None:

@@ -239,8 +239,6 @@ class _Answer(BlockForm):
         readers: of the answer.
     """
 
-    KINDS: ClassVar[dict[str, str]] = {"reasoning": "block", "content": "block", "call": "block"}
-
     def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
         super().__init__(service, readers)
         self._head: dict[str, object] = {

@@ -206,8 +206,6 @@ class _Answer(BlockForm):
         asked: as it came.
     """
 
-    KINDS: ClassVar[dict[str, str]] = {"reasoning": "rs", "content": "msg", "call": "fc"}
-
     def __init__(
         self,
         body: ChatRequest,
