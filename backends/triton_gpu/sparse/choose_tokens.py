@@ -27,6 +27,8 @@ from backends.triton_gpu.sparse.rows import find_row
 
 MOST_CHOSEN = 8192
 LEAST_CHUNK, MOST_CHUNK = 1024, 16384
+LINE = tl.constexpr(32)
+"""Scores of a chunk that lie in one warp."""
 _DEAD = tl.constexpr(-0x80000000)
 """Below every score."""
 
@@ -70,12 +72,19 @@ def _lowest(
         first = low + (high - low + 2) // 3
         second = tl.minimum(first + (high - low) // 3, high - 1)
         is_first, is_second = numbers >= first.to(tl.int32), numbers >= second.to(tl.int32)
-        both = tl.sum(tl.where(is_first, 1, 0) + tl.where(is_second, 0x10000, 0), 0)
+        both = tl.sum(tl.where(is_first, 1, 0) + tl.where(is_second, 0x10000, 0))
         reach, further = both & 0xFFFF, both >> 16
         high = tl.where(further >= count, high, tl.where(reach >= count, second, first))
         low = tl.where(further >= count, second, tl.where(reach >= count, first, low))
         found = tl.where(further >= count, further, tl.where(reach >= count, reach, found))
     return low.to(tl.int32), found
+
+
+@device_function
+def _ranks(flags: tl.tensor) -> tl.tensor:
+    """How many are set up to each, itself included: along a line in a warp, then over lines."""
+    lines = tl.sum(flags, 1)
+    return tl.cumsum(flags, 1) + (tl.cumsum(lines, 0) - lines)[:, None]
 
 
 @launcher(
@@ -106,7 +115,8 @@ def _choose(
     if (length == 0) | (tokens >= length):
         return
     scores += i.to(tl.int64) * stride
-    position = first + tl.arange(0, CHUNK)
+    line = tl.arange(0, CHUNK // LINE)[:, None] * LINE
+    position = first + line + tl.arange(0, LINE)[None, :]
     live = position < length
     if not FORM.is_first:
         live = (position < width) & (position // BEFORE * span < length)
@@ -114,17 +124,17 @@ def _choose(
         live = position >= 0
     numbers = _ordered(tl.load(scores + position, mask=live, other=0.0))
     numbers = tl.where(live, numbers, _DEAD)
-    total = tl.sum(live.to(tl.int32), 0)
+    total = tl.sum(live.to(tl.int32))
     count = tl.minimum(total, FORM.most)
     lowest, found = _lowest(numbers, count, total, ROOM)
     chosen = live & (numbers >= lowest)
     if found > ROOM:  # some that are equal to the lowest are not chosen
         above = live & (numbers > lowest)
         equal = (live & (numbers == lowest)).to(tl.int32)
-        left = count - tl.sum(above.to(tl.int32), 0)
-        chosen = above | ((equal > 0) & (tl.cumsum(equal, 0) <= left))
+        left = count - tl.sum(above.to(tl.int32))
+        chosen = above | ((equal > 0) & (_ranks(equal) <= left))
         found = count
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    place = _ranks(chosen.to(tl.int32)) - 1
     out += (i.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROOM
     rest = tl.arange(0, FORM.places)
     tl.store(out + rest, -1, mask=(rest >= found) & (rest < ROOM))
