@@ -72,7 +72,7 @@ def _lowest(
         first = low + (high - low + 2) // 3
         second = tl.minimum(first + (high - low) // 3, high - 1)
         is_first, is_second = numbers >= first.to(tl.int32), numbers >= second.to(tl.int32)
-        both = tl.sum(tl.where(is_first, 1, 0) + tl.where(is_second, 0x10000, 0))
+        both = tl.sum(tl.where(is_first, 1, 0) + tl.where(is_second, 0x10000, 0), 0)
         reach, further = both & 0xFFFF, both >> 16
         high = tl.where(further >= count, high, tl.where(reach >= count, second, first))
         low = tl.where(further >= count, second, tl.where(reach >= count, first, low))
@@ -81,10 +81,12 @@ def _lowest(
 
 
 @device_function
-def _ranks(flags: tl.tensor) -> tl.tensor:
+def _ranks(flags: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
     """How many are set up to each, itself included: along a line in a warp, then over lines."""
-    lines = tl.sum(flags, 1)
-    return tl.cumsum(flags, 1) + (tl.cumsum(lines, 0) - lines)[:, None]
+    lines = tl.reshape(flags, [CHUNK // LINE, LINE])
+    totals = tl.sum(lines, 1)
+    ranks = tl.cumsum(lines, 1) + (tl.cumsum(totals, 0) - totals)[:, None]
+    return tl.reshape(ranks, [CHUNK])
 
 
 @launcher(
@@ -115,8 +117,7 @@ def _choose(
     if (length == 0) | (tokens >= length):
         return
     scores += i.to(tl.int64) * stride
-    line = tl.arange(0, CHUNK // LINE)[:, None] * LINE
-    position = first + line + tl.arange(0, LINE)[None, :]
+    position = first + tl.arange(0, CHUNK)
     live = position < length
     if not FORM.is_first:
         live = (position < width) & (position // BEFORE * span < length)
@@ -124,17 +125,17 @@ def _choose(
         live = position >= 0
     numbers = _ordered(tl.load(scores + position, mask=live, other=0.0))
     numbers = tl.where(live, numbers, _DEAD)
-    total = tl.sum(live.to(tl.int32))
+    total = tl.sum(live.to(tl.int32), 0)
     count = tl.minimum(total, FORM.most)
     lowest, found = _lowest(numbers, count, total, ROOM)
     chosen = live & (numbers >= lowest)
     if found > ROOM:  # some that are equal to the lowest are not chosen
         above = live & (numbers > lowest)
         equal = (live & (numbers == lowest)).to(tl.int32)
-        left = count - tl.sum(above.to(tl.int32))
-        chosen = above | ((equal > 0) & (_ranks(equal) <= left))
+        left = count - tl.sum(above.to(tl.int32), 0)
+        chosen = above | ((equal > 0) & (_ranks(equal, CHUNK) <= left))
         found = count
-    place = _ranks(chosen.to(tl.int32)) - 1
+    place = _ranks(chosen.to(tl.int32), CHUNK) - 1
     out += (i.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROOM
     rest = tl.arange(0, FORM.places)
     tl.store(out + rest, -1, mask=(rest >= found) & (rest < ROOM))
