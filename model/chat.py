@@ -76,5 +76,7 @@ if __name__ == "__main__":
         talk = Conversation(
             engine, options.params, options.chat.system, lora_name=options.chat.lora_name
         )
-        converse(talk, sys.stdin, sys.stdout, reports=options.chat.report)
-        engine.end()
+        try:
+            converse(talk, sys.stdin, sys.stdout, reports=options.chat.report)
+        finally:  # by a signal too: tiers store the rest
+            engine.end()

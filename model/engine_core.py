@@ -37,6 +37,7 @@ from model.trace import StepRecorder
 if TYPE_CHECKING:  # torch is not loaded for these
     from concurrent.futures import Future
 
+    from kvcore.tiers import KeepingTier
     from model.load.codec import TextCodec
     from model.sample.grammar_compiler import Compiled
     from model.sample.grammars import Grammars
@@ -239,6 +240,11 @@ class EngineCore:
         return self._scheduler.is_speculative
 
     @property
+    def keeping_tiers(self) -> Sequence[KeepingTier]:
+        """The tiers that keep copies of blocks. O(1)."""
+        return () if self.tiers is None else self.tiers.tiers.keeping
+
+    @property
     def stats(self) -> SchedulerStats:
         """The scheduler's counters, live. O(1)."""
         return self._scheduler.stats
@@ -294,10 +300,15 @@ class EngineCore:
         [request] = self.submit(Submission(prompt, params or SamplingParams()))
         return request
 
+    @property
+    def image_limits(self) -> tuple[int, int]:
+        """The most images of a prompt, and the most bytes of one. O(1)."""
+        return 0, 0
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
-        images: Sequence[bytes] = (),
+        images: Sequence[object] = (),
         *,
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
@@ -306,7 +317,8 @@ class EngineCore:
 
         Args:
             messages: as `TextCodec.encode_chat`, or with parts as `TextCodec.render_chat`.
-            images: files, one for each part that is an image.
+            images: one for each part that is an image: the bytes of a file, its path,
+                or an image of Pillow.
             opens_answer: as `TextCodec.encode_chat`.
             options: as `TextCodec.encode_chat`.
 
@@ -346,6 +358,7 @@ class EngineCore:
                 params,
                 self._model.eos_token_ids,
                 priority=asked.priority,
+                client=asked.client,
                 leader=requests[0] if requests else None,
                 sample=number,
                 namespace=asked.namespace,
@@ -622,9 +635,12 @@ class EngineCore:
         """
         stream = self._streams[request.request_id]
         request.error = error
-        self._scheduler.finish(request, FinishReason.ERROR)
         if isinstance(error, NumericalError):
-            self.kv.reset()
+            if self.tiers is None:
+                self.kv.reset()
+            else:
+                self.tiers.distrust(request)
+        self._scheduler.finish(request, FinishReason.ERROR)
         self._end(request, stream)
         return Output(request, (), stream)
 
@@ -640,7 +656,10 @@ class EngineCore:
         self._scheduler.drop(step)
         if self._unread is not None:
             self._unread = None
-            self.kv.reset()
+            if self.tiers is None:
+                self.kv.reset()
+            else:
+                self.tiers.distrust_steps()
 
     def _end(self, request: Request, stream: TextStream) -> None:
         if not request.is_finished:

@@ -23,14 +23,13 @@ from model.cli.bars import bar
 from model.cli.options import ModelOptions
 from model.cli.start import make_engine
 from model.control.config import EngineConfig
-from model.control.images import PromptImages
+from model.control.images import PromptImages, take_images
 from model.control.params import SamplingParams
 from model.control.request import Request, SampledToken
 from model.control.settings import check_settings
 from model.control.submission import Prompt, Submission, salted
 from model.engine import Engine
 from model.errors import InvalidArgumentError, shown
-from model.load.images import take_images
 
 _ALIASES = {"enforce_eager": "eager", "gpu_memory_utilization": "kv_memory_fraction"}
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(EngineConfig))
@@ -290,7 +289,7 @@ class LLM:
         )
 
     def _read_chat(self, chat: Chat) -> "_Read":
-        return _Read(*self.engine.encode_chat(*take_images(chat, _no_url)))
+        return _Read(*self.engine.encode_chat(*take_images(chat)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +299,3 @@ class _Read:
     prompt: Prompt
     images: PromptImages | None = None
     text: str | None = None
-
-
-def _no_url(url: str) -> bytes:
-    raise InvalidArgumentError(f"image_url: wanted a data: URL, got {shown(url)}")

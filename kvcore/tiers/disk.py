@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, SupportsIndex, final
 
@@ -80,6 +81,8 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         InvalidArgumentError: the capacity is not positive.
     """
 
+    medium = "STORAGE"
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -93,7 +96,6 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         self._segments: dict[int, _Segment] = {}
         self._active: int | None = None
         self._next_segment = 1
-        self._next_record = 1
         self._num_failures = 0
         capacity = self.stats.capacity_bytes
         self._segment_bytes = min(capacity // _NUM_SEGMENTS, _MAX_SEGMENT_BYTES)
@@ -161,18 +163,33 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             self._note_stored(len(payload))
             return True
 
+    def forget(self, since: int, keys: Collection[Key]) -> None:
+        """See `Tier.forget`. Where that cannot be written, all is forgotten."""
+        with self._lock:
+            self.epoch += 1
+            try:
+                for key, (header, _) in [*self._entries.items()]:
+                    if header.number >= since or key in keys:
+                        self._kill(key)
+            except OSError as error:
+                self._note_failure(error)
+                self._clear()
+
     def clear(self) -> None:
         """See `Tier.clear`. O(segments): their files are deleted."""
         with self._lock:
             self.epoch += 1
-            self._forget_all()
-            for number in [*self._segments]:
-                try:
-                    self._files.cut(number, 0)  # so that nothing is found if it cannot be deleted
-                    self._delete(number)
-                except OSError as error:
-                    self._note_failure(error)
-                    self.stats.is_enabled = False
+            self._clear()
+
+    def _clear(self) -> None:
+        self._forget_all()
+        for number in [*self._segments]:
+            try:
+                self._files.cut(number, 0)  # so that nothing is found if it cannot be deleted
+                self._delete(number)
+            except OSError as error:
+                self._note_failure(error)
+                self.stats.is_enabled = False
 
     def close(self) -> None:
         """See `Tier.close`."""
@@ -224,7 +241,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
                 self.stats.faults[header] += 1
                 self._trim(number, offset)
                 return
-            self._next_record = max(self._next_record, header.number + 1)
+            self._next_number = max(self._next_number, header.number + 1)
             if header.meaning != self._meaning:
                 self.stats.faults["foreign"] += 1
             elif not header.is_dead:
@@ -278,14 +295,23 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         return self._bury(self._order.oldest())
 
     def _bury(self, key: Key) -> int:
-        """Drop a record, and say so on the disk, so that no restart finds it; return its bytes."""
-        header, offset = self._entries[key]
-        self._drop(key)
+        """Drop a record as `_kill` does, if that is possible; return its bytes."""
+        header, _ = self._entries[key]
         try:
-            self._files.write(header.segment, offset + DEAD_OFFSET, [DEAD])
+            self._kill(key)
         except OSError as error:  # then a restart may find it again: it is whole, or a miss
             self._note_failure(error)
         return RECORD_BYTES + header.length
+
+    def _kill(self, key: Key) -> None:
+        """Drop a record, and say so on the disk, so that no restart finds it.
+
+        Raises:
+            OSError: a restart may find it.
+        """
+        header, offset = self._entries[key]
+        self._drop(key)
+        self._files.write(header.segment, offset + DEAD_OFFSET, [DEAD])
 
     def _make_room(self, size: int) -> bool:
         """Evict and compact until a record of `size` bytes fits; whether it does."""
@@ -321,7 +347,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
                 continue
             try:
                 payload = memoryview(data)[RECORD_BYTES:]
-                self._append(key, payload, header.priority, header.checksum)
+                self._append(key, payload, header.priority, header.checksum, header.number)
             except OSError as error:  # the file is deleted all the same, to make room
                 self._note_failure(error)
         self._delete(number)
@@ -343,17 +369,19 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         self.stats.faults[fault] += 1
         return None
 
-    def _append(self, key: Key, payload: memoryview, priority: int, checksum: bytes) -> None:
-        """Write a record behind the last one, in a new segment if it is full."""
+    def _append(
+        self, key: Key, payload: memoryview, priority: int, checksum: bytes, record: int = 0
+    ) -> None:
+        """Write a record behind the last one, in a new segment if it is full; 0: a new one."""
         size = RECORD_BYTES + len(payload)
         number = self._active
         if number is None or self._segments[number].size + size > self._segment_bytes:
             number = self._begin_segment()
         segment = self._segments[number]
-        header = Header(
-            key, self._meaning, priority, number, self._next_record, len(payload), checksum
-        )
-        self._next_record += 1
+        if not record:
+            record = self._next_number
+            self._next_number += 1
+        header = Header(key, self._meaning, priority, number, record, len(payload), checksum)
         offset = segment.size
         self._write(number, [header.encode(), payload], size)
         self._add(header, offset)

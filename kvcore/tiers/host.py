@@ -7,6 +7,7 @@ miss too. Safe for several threads.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final, SupportsIndex, final
 
 from kvcore.tiers.record import Key, Meaning, checksum_of
@@ -17,7 +18,7 @@ ENTRY_BYTES: Final = 512
 
 
 @final
-class HostTier(IndexedTier[tuple[bytes, bytes]]):
+class HostTier(IndexedTier[tuple[bytes, bytes, int]]):
     """Copies in host memory.
 
     Args:
@@ -31,6 +32,8 @@ class HostTier(IndexedTier[tuple[bytes, bytes]]):
     Raises:
         InvalidArgumentError: the capacity is not positive.
     """
+
+    medium = "CPU"
 
     def __init__(self, capacity_bytes: SupportsIndex) -> None:
         super().__init__("host", capacity_bytes)
@@ -49,7 +52,7 @@ class HostTier(IndexedTier[tuple[bytes, bytes]]):
         found = self._entries.get(key)
         if found is None:
             return None
-        payload, checksum = found
+        payload, checksum, _ = found
         is_short = len(payload) != length
         if is_short or checksum_of(payload) != checksum:
             with self._lock:
@@ -78,10 +81,19 @@ class HostTier(IndexedTier[tuple[bytes, bytes]]):
             while self.stats.used_bytes + size > self.stats.capacity_bytes:
                 self._drop(self._order.oldest())
                 self.stats.num_evicted += 1
-            self._insert(key, (content, checksum), priority)
+            self._insert(key, (content, checksum, self._next_number), priority)
+            self._next_number += 1
             self.stats.used_bytes += size
             self._note_stored(len(content))
         return True
+
+    def forget(self, since: int, keys: Collection[Key]) -> None:
+        """See `Tier.forget`."""
+        with self._lock:
+            self.epoch += 1
+            for key, (_, _, number) in [*self._entries.items()]:
+                if number >= since or key in keys:
+                    self._drop(key)
 
     def clear(self) -> None:
         """See `Tier.clear`. O(1)."""
@@ -95,5 +107,5 @@ class HostTier(IndexedTier[tuple[bytes, bytes]]):
         self.clear()
 
     def _drop(self, key: Key) -> None:
-        payload, _ = self._remove(key)
+        payload, _, _ = self._remove(key)
         self.stats.used_bytes -= len(payload) + ENTRY_BYTES

@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, final
 
 from kvcore.tiers.link import (
@@ -89,7 +89,7 @@ class PeerTier:
         InvalidArgumentError: no address.
     """
 
-    keeps = False
+    keeps, medium = False, "REMOTE"
 
     def __init__(
         self,
@@ -162,6 +162,18 @@ class PeerTier:
             self.stats.num_hits += 1
             self.stats.read_bytes += length
             return payload
+
+    def mark(self) -> int:
+        """See `Tier.mark`: nothing comes to a peer from here."""
+        return 0
+
+    def forget(self, since: int, keys: Collection[Key]) -> None:
+        """See `Tier.forget`. O(keys)."""
+        del since
+        with self._lock:
+            self.epoch += 1
+            self._refused.update(keys)
+            self._replace(self._known.difference(keys))
 
     def clear(self) -> None:
         """See `Tier.clear`. O(what the peer has)."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar, final
 
@@ -67,12 +67,14 @@ class Tier(Protocol):
 
     Attributes:
         name: for reports.
+        medium: what KV events call it, as vLLM's do.
         keeps: whether it takes copies; False of one that is only read, such as a peer.
         stats: its counters.
         epoch: how often it was cleared.
     """
 
     name: str
+    medium: str
     keeps: bool
     stats: TierStats
     epoch: int
@@ -99,6 +101,17 @@ class Tier(Protocol):
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
         """Keep a copy; whether it has one now. One of an earlier epoch is refused. O(length)."""
+        ...
+
+    def mark(self) -> int:
+        """Return the moment, for `forget`: copies that come from now on are later. O(1)."""
+        ...
+
+    def forget(self, since: int, keys: Collection[Key]) -> None:
+        """Forget the copies that came since a moment or have these keys. Must not raise.
+
+        Those on their way are refused, as by `clear`. O(copies).
+        """
         ...
 
     def clear(self) -> None:
@@ -150,15 +163,16 @@ class Changes:
                 self._changed[key] = is_there
         self._news.set()
 
-    def clear(self) -> None:
-        """Note that all copies have gone. O(1)."""
+    def clear(self, keys: Iterable[Key]) -> None:
+        """Note that all copies have gone, which are these. O(keys)."""
         with self._lock:
-            self._changed = {}
-            self._is_cleared = True
+            gone = [key for key, is_there in self._changed.items() if not is_there]
+            gone += [key for key in keys if key not in self._changed]
+            self._changed, self._is_cleared = dict.fromkeys(gone, False), True
         self._news.set()
 
     def take(self) -> tuple[bool, dict[Key, bool]]:
-        """Return whether all have gone first, and then whether each changed key is there. O(1)."""
+        """Return whether all had gone at some moment, and each changed key: is it there? O(1)."""
         with self._lock:
             taken = self._is_cleared, self._changed
             self._is_cleared, self._changed = False, {}
@@ -224,6 +238,7 @@ class IndexedTier(Generic[_Entry]):
         self.name = name
         self.stats = TierStats(capacity_bytes=as_int("capacity_bytes", capacity_bytes, 1))
         self.epoch = 0
+        self._next_number = 1  # of the copy that comes next
         self._entries: dict[Key, _Entry] = {}
         self._order = EvictionOrder()
         self._lock = threading.Lock()
@@ -249,6 +264,10 @@ class IndexedTier(Generic[_Entry]):
         """See `Tier.touch`."""
         self._order.touch(key)
 
+    def mark(self) -> int:
+        """See `Tier.mark`."""
+        return self._next_number
+
     def _insert(self, key: Key, entry: _Entry, priority: int) -> None:
         """Let a copy be found; its key is new. O(1)."""
         self._entries[key] = entry
@@ -267,12 +286,12 @@ class IndexedTier(Generic[_Entry]):
         return entry
 
     def _remove_all(self) -> None:
-        """Let no copy be found. O(1)."""
+        """Let no copy be found. O(1), O(copies) where changes are watched."""
+        for watcher in self._watchers:
+            watcher.clear(self._entries)
         self._entries = {}
         self._order.clear()
         self.stats.num_records = 0
-        for watcher in self._watchers:
-            watcher.clear()
 
     def _note_hit(self, key: Key, length: int) -> None:
         """Count a copy of `length` bytes that is returned, as the one used last."""

@@ -16,7 +16,7 @@ Does not know: threads, clocks, tensors: `jobs.py` moves the bytes wherever the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Final, SupportsIndex, cast, final
@@ -119,6 +119,7 @@ class TierManager:
         self._stores: list[StoreJob] = []
         self._loads: list[LoadJob] = []
         self._storing: set[Key] = set()
+        self._wrong: tuple[tuple[int, ...], frozenset[Key]] | None = None  # while `reset` runs
         self._num_storing = 0
         about = {**meaning, "block_bytes": self._block_bytes, "groups": repr(kv.groups)}
         self.meaning = meaning_of(about)
@@ -149,8 +150,40 @@ class TierManager:
         """See `ContentWatcher`: forget every copy, and what is on its way. O(files)."""
         self._published.clear()
         self._storing.clear()  # the stores under way keep nothing any more
-        for tier in self.tiers:
-            tier.clear()
+        if self._wrong is None:
+            for tier in self.tiers:
+                tier.clear()
+            return
+        marks, keys = self._wrong
+        for tier, mark in zip(self.tiers, marks, strict=True):
+            tier.forget(mark, keys)
+
+    def marks(self) -> tuple[int, ...]:
+        """Return the moment, for `reset`. O(tiers)."""
+        return tuple([tier.mark() for tier in self.tiers])
+
+    def reset(self, since: tuple[int, ...], seq: KVSequence | None = None) -> None:
+        """Empty the prefix cache as `kv.reset` does; keep the copies that are right nevertheless.
+
+        Forgotten are those that were stored since a moment, such as the begin of a step that has
+        failed, and those of a sequence. O(copies).
+        """
+        self._wrong = since, frozenset(() if seq is None else self._all_keys(seq))
+        try:
+            self.kv.reset()
+        finally:
+            self._wrong = None
+
+    def _all_keys(self, seq: KVSequence) -> Iterator[Key]:
+        """Yield the keys of all full blocks of a sequence. O(tokens)."""
+        namespace_key = seq.namespace_key
+        if namespace_key is None:
+            return
+        is_private = has_salt(namespace_key)
+        for group, size in enumerate(self.kv.pool.block_sizes):
+            chain = HashChain(namespace_key, size, _ALGORITHM)
+            for block_hash in chain.hashes(seq.packed, len(seq.packed) // size, seq.items):
+                yield key_of(group, block_hash, is_private=is_private)
 
     # Stores
 

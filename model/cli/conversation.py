@@ -29,6 +29,7 @@ with contextlib.suppress(ImportError):  # not on every system; a line can be edi
     import readline  # noqa: F401
 
 _PROMPT = "> "
+_ENDED = "the conversation has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def converse(talk: Conversation, lines: TextIO, out: TextIO, *, reports: bool = 
         reports: whether tokens and prefix cache hits are told after each answer.
 
     Raises:
-        Stopped: a signal other than SIGINT came.
+        Stopped: a signal came while a line was awaited, or another than SIGINT during an answer.
     """
 
     def show(piece: str) -> None:
@@ -150,7 +151,7 @@ def converse(talk: Conversation, lines: TextIO, out: TextIO, *, reports: bool = 
                 finally:
                     show("\n")
             if stop.number not in {None, signal.SIGINT}:
-                raise Stopped(stop.number or 0, "the conversation has ended")
+                raise Stopped(stop.number or 0, _ENDED)
             if answer.error is not None:
                 say(f"error: {answer.error}")
             if reports:
@@ -158,7 +159,24 @@ def converse(talk: Conversation, lines: TextIO, out: TextIO, *, reports: bool = 
 
 
 def _read(lines: TextIO, out: TextIO) -> str | None:
-    """The next line without the spaces around it; None: there is none."""
+    """The next line without the spaces around it; None: there is none.
+
+    Raises:
+        Stopped: a signal came.
+    """
+
+    def stop() -> None:
+        raise Stopped(asked.number or 0, _ENDED)
+
+    asked = StopRequest(stop)
+    asked.handle()
+    try:
+        return _read_line(lines, out)
+    finally:
+        asked.restore()
+
+
+def _read_line(lines: TextIO, out: TextIO) -> str | None:
     if not lines.isatty():
         line = lines.readline()
         return line.strip() if line else None

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
+from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -67,11 +68,6 @@ class ReplicaLostError(EngineFaultError):
     """The replica that worked on a request is gone."""
 
 
-_LOST_EVENT = (
-    f"data: {json.dumps(api_error(ReplicaLostError(_LOST_TEXT)).body)}\n\ndata: [DONE]\n\n"
-).encode()
-
-
 class Ingress:
     """Forwards requests to replicas; Ray runs it as the ingress deployment.
 
@@ -87,6 +83,9 @@ class Ingress:
         self._replicas = replicas
         self._serve = options.serve
         self._codec: TextCodec = import_module("model.load.loader").load_codec(options.model.path)
+        self._adapters: dict[str, int] = {}
+        if options.engine.lora:
+            self._adapters = import_module("model.forward.lora").read_versions(options.engine.lora)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray calls it once
         """Return the application that Ray serves to clients."""
@@ -108,11 +107,11 @@ class Ingress:
     async def _forward(self, request: Request) -> Response:
         body = await request.body()
         scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
-        path, options = request.scope["path"], self._serve.template_options
+        about = body, self._codec, self._serve.template_options, self._adapters
         if len(body) > _LONG_BODY:
-            prompt = await asyncio.to_thread(prompt_of, path, body, self._codec, options)
+            prompt = await asyncio.to_thread(prompt_of, request.scope["path"], *about)
         else:
-            prompt = prompt_of(path, body, self._codec, options)
+            prompt = prompt_of(request.scope["path"], *about)
         return _Answer(self, Forwarded(scope, body, *prompt))
 
     async def _metrics(self, _: Request) -> Response:
@@ -129,11 +128,22 @@ class Ingress:
 
 
 def prompt_of(
-    path: str, body: bytes, codec: TextCodec, template_options: dict[str, object] | None = None
+    path: str,
+    body: bytes,
+    codec: TextCodec,
+    template_options: dict[str, object] | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> tuple[Sequence[int], kvcore.Namespace]:
     """Return the tokens of a request's prompts, and their namespace. O(body).
 
     There are none where the request has no prompt or is malformed: then any replica answers it.
+
+    Args:
+        path: of the request.
+        body: of the request.
+        codec: the tokenizer.
+        template_options: of the chat template.
+        adapters: the version of each LoRA adapter, by the name that requests give as the model.
     """
     tokens: Sequence[int]
     try:
@@ -141,7 +151,7 @@ def prompt_of(
             plain = CompletionRequest.model_validate_json(body)
             every = [codec.encode(p) if isinstance(p, str) else p for p in plain.prompts]
             tokens = every[0] if len(every) == 1 else list(chain.from_iterable(every))
-            namespace = plain.namespace
+            model, namespace = plain.model, plain.namespace
         elif path in _CHATS:
             asked = _CHATS[path].model_validate_json(body).chat()
             tokens = codec.encode_chat(
@@ -149,14 +159,24 @@ def prompt_of(
                 opens_answer=asked.opens_answer,
                 options=(template_options or {}) | asked.template_options,
             )
-            namespace = asked.namespace
+            model, namespace = asked.model, asked.namespace
         else:
             return (), kvcore.DEFAULT_NAMESPACE
     except (ValueError, ApiError, ModelError, RequestValidationError):
         return (), kvcore.DEFAULT_NAMESPACE
     if not tokens or min(tokens) < 0 or max(tokens) > _MAX_TOKEN:
         return (), kvcore.DEFAULT_NAMESPACE
+    version = (adapters or {}).get(model or "")
+    if version is not None:
+        namespace = replace(namespace, lora_name=model, lora_version=version)
     return tokens, namespace
+
+
+def lost_event(path: object) -> bytes:
+    """Return the end of a stream whose replica is lost, as clients of the path read it. O(1)."""
+    told = f"data: {json.dumps(api_error(ReplicaLostError(_LOST_TEXT)).body)}\n\n"
+    is_named = path in {"/v1/messages", "/v1/responses"}
+    return (f"event: error\n{told}" if is_named else f"{told}data: [DONE]\n\n").encode()
 
 
 def merged(pages: Iterable[tuple[str, str]]) -> Iterable[Metric]:
@@ -244,7 +264,7 @@ class _Answer(Response):
             if not self._has_started:
                 return False
             if self._is_event_stream:  # else the client sees that its answer is cut off
-                await send_body(_body(_LOST_EVENT, is_last=True))
+                await send_body(_body(lost_event(self._asked.scope["path"]), is_last=True))
         return True
 
     async def _start(

@@ -229,6 +229,8 @@ class Admission:
         )
         request.start(sequence)
         self._unsettled[request.request_id] = request
+        if self._tiers is not None:
+            self._tiers.note_start(request)
         copy = request.host_copy
         if copy is None:
             if self._tiers is not None and not request.is_scoring and self._tiers.begin(request):

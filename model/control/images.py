@@ -1,17 +1,19 @@
-"""What the control plane knows of the images of a prompt.
+"""The images of a conversation, and what the control plane knows of those of a prompt.
 
-Decides: that an image is known by the range of tokens that it stands for, and by its content; and
-where a chunk of a prompt may end, where a network lets the tokens of an image see each other.
+Decides: how a message names its images; that an image of a prompt is known by the range of tokens
+that it stands for, and by its content.
 
 Invariants: the images of a request never change.
 
 Does not know: pixels, tensors, vision towers.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import kvcore
+from model.errors import InvalidArgumentError, shown
 
 
 class PromptImages(Protocol):
@@ -26,3 +28,69 @@ class PromptImages(Protocol):
     def is_whole(self) -> bool:
         """Whether all tokens of an image have to be computed in one step."""
         ...
+
+
+def check_count(count: int, most: int) -> None:
+    """Raise unless a prompt may have so many images. O(1).
+
+    Raises:
+        InvalidArgumentError: it has more.
+    """
+    if count > most:
+        raise InvalidArgumentError(
+            f"image: wanted at most {most} of them (--max-images), got {count}"
+        )
+
+
+def take_images(
+    messages: Sequence[Mapping[str, object]], fetch: Callable[[str], bytes] | None = None
+) -> tuple[list[dict[str, object]], list[object]]:
+    """Messages as a chat template reads them, and their images in order. O(messages + bytes).
+
+    Args:
+        messages: as OpenAI has them: a content is a text, or parts of `type` "text" or "image_url";
+            or "image", with the image itself as `image`.
+        fetch: the bytes behind a URL that is no `data:` URL; None: there are none.
+
+    Raises:
+        InvalidArgumentError: a part is of another kind, or a URL has no image.
+    """
+    found: list[object] = []
+
+    def part_of(part: Mapping[str, Any]) -> dict[str, object]:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                return {"type": "text", "text": text}
+            case {"type": "image_url", "image_url": {"url": str(url)} | str(url)}:
+                found.append(data_of(url) if fetch is None or url[:5] == "data:" else fetch(url))
+            case {"type": "image", "image": image}:
+                found.append(image)
+            case _:
+                kind = dict(part).get("type")
+                raise InvalidArgumentError(
+                    f"messages: wanted parts of type text or image_url, got {shown(kind)}"
+                )
+        return {"type": "image"}
+
+    taken: list[dict[str, object]] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part_of(part) for part in content]
+            texts = [str(part["text"]) for part in parts if "text" in part]
+            content = parts if len(texts) < len(parts) else "".join(texts)
+        taken.append({**message, "content": content})
+    return taken, found
+
+
+def data_of(url: str) -> bytes:
+    """The bytes in a URL such as `data:image/png;base64,iVBO...`. O(bytes)."""
+    head, comma, data = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise InvalidArgumentError(
+            f"image_url: wanted data:image/...;base64,..., got {shown(head[:40])}"
+        )
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise InvalidArgumentError(f"image_url: its data is not base64: {error}") from error

@@ -95,6 +95,7 @@ class Request:
         namespace: with whom it shares what it computes.
         retain: which ranges of its tokens stay in the cache longer than others.
         boundaries: positions at which the states of recurrent layers are wanted.
+        client: whose it is; the requests of each client take turns with those of others.
         items: multimodal items of its prompt; a cached prefix is shared only with equal ones.
         images: the images that these are; None: what they are is not known here.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
@@ -105,7 +106,8 @@ class Request:
         has_asked_tiers: whether host memory and disk were asked for its KV since it had blocks.
         is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
-        num_loaded_tokens: tokens that were loaded for it from host memory or disk.
+        num_loaded_tokens: tokens that were loaded for it from host memory, disk or a peer.
+        tier_marks: the moment of the tiers when it first got blocks; empty before.
         num_preemptions: how often it lost its blocks to another request.
         error: what ended it with `FinishReason.ERROR`; None: nothing has.
 
@@ -121,6 +123,7 @@ class Request:
         "_status",
         "_tokens",
         "boundaries",
+        "client",
         "eos_token_ids",
         "error",
         "has_asked_tiers",
@@ -144,6 +147,7 @@ class Request:
         "retain",
         "sample",
         "sequence",
+        "tier_marks",
     )
 
     def __init__(
@@ -154,6 +158,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         *,
         priority: int = 0,
+        client: str | None = None,
         leader: Request | None = None,
         sample: int = 0,
         namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
@@ -174,6 +179,7 @@ class Request:
         own = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = own.union(params.stop_token_ids)
         self.priority = priority
+        self.client = client
         self.leader = leader
         self.sample = sample
         self.namespace = _checked(namespace)
@@ -184,7 +190,7 @@ class Request:
         for one in self.retain:
             if type(one) is not kvcore.Retention:
                 raise InvalidArgumentError(f"retain: wanted kvcore.Retention, got {shown(one)}")
-        self.order = (0, 0)
+        self.order: tuple[float, int] = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
         self.host_copy: HostCopy | None = None
         self.load: kvcore.Lease | None = None
@@ -192,6 +198,7 @@ class Request:
         self.has_asked_tiers = False
         self.num_cached_tokens = 0
         self.num_loaded_tokens = 0
+        self.tier_marks: tuple[int, ...] = ()
         self.num_preemptions = 0
         self.error: ModelError | None = None
         self.prompt_logprobs: list[SampledToken] = [] if leader is None else leader.prompt_logprobs
@@ -203,6 +210,11 @@ class Request:
             f"Request({self.request_id}, {self._status.value}, prompt={self.num_prompt_tokens}, "
             f"output={self.num_output_tokens})"
         )
+
+    def shares_prompt_with(self, other: Request) -> bool:
+        """Whether both are samples of one prompt, as far as they can be told apart. O(prompt)."""
+        names = ("tokens", "priority", "client", "namespace", "items")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def status(self) -> Status:

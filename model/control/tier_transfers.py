@@ -22,6 +22,7 @@ gives way.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -238,6 +239,7 @@ class TierTransfers:
         self._stores: list[_Running[StoreJob]] = []
         self._sent: list[_Running[StoreJob]] = []  # those whose thread has not done with them
         self._began_s = 0.0
+        self._step_marks = deque([tiers.marks()], maxlen=2)  # at the begin of the last two steps
         self._news = self._host.event()
         self._queues = self._host.queue(), self._host.queue()
         for name, queue in zip(("kv loads", "kv stores"), self._queues, strict=True):
@@ -256,6 +258,26 @@ class TierTransfers:
     def is_busy(self) -> bool:
         """Whether anything is on its way. O(1)."""
         return bool(self._loads or self._stores)
+
+    # What has failed
+
+    def note_start(self, request: Request) -> None:
+        """A request gets blocks: what it computes is stored after this moment. O(tiers)."""
+        request.tier_marks = request.tier_marks or self.tiers.marks()
+
+    def distrust(self, request: Request) -> None:
+        """Empty the cache; of the tiers forget what a request has read or may have computed.
+
+        What was computed from that came later than its start. O(copies).
+        """
+        self.tiers.reset(request.tier_marks or self.tiers.marks(), request.sequence)
+
+    def distrust_steps(self) -> None:
+        """Empty the cache; of the tiers forget what the last two steps may have written.
+
+        O(copies).
+        """
+        self.tiers.reset(self._step_marks[0])
 
     # Loads
 
@@ -299,7 +321,7 @@ class TierTransfers:
         self._queues[0].put(partial(self._run, load, self._device.load, self._device.mark()))
         return True
 
-    def give_way(self, order: tuple[int, int]) -> bool:
+    def give_way(self, order: tuple[float, int]) -> bool:
         """Release blocks for a running request: those of stores, or of the last load behind it.
 
         Stores are begun again as far as their contents are still there. O(transfers).
@@ -365,7 +387,8 @@ class TierTransfers:
     # Stores
 
     def begin_step(self) -> None:
-        """A step begins. O(1)."""
+        """A step begins. O(tiers)."""
+        self._step_marks.append(self.tiers.marks())
         self._began_s = self._host.now_s()
 
     def end_step(self, num_tokens: int) -> None:

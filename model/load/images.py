@@ -14,17 +14,18 @@ formats that Pillow reads itself); torchvision is not needed, because processors
 Does not know: requests, caches, when a vision tower runs (`forward/image_encoder.py`).
 """
 
-import base64
 import hashlib
 import inspect
 import io
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ from transformers.utils.generic import ModelOutput
 
 import kvcore
 from model.control.config import EngineConfig
-from model.errors import InvalidArgumentError, UnsupportedModelError, shown
+from model.control.images import check_count
+from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.load.checkpoint import read_object, reason
 from model.load.codec import HuggingFaceCodec, Message, TextCodec
 from model.load.probes import seen_pairs
@@ -54,11 +56,9 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _TEXT = ("input_ids", "attention_mask")
 _TYPES = ("mm_token_type_ids", "token_type_ids")
+_KNOWN_BYTES = 256 << 20  # of files that were read lately, as the tower takes them
 _TOLERANCE = 0.02  # of rows that are computed together and alone
 _TRIAL_SIZES = ((61, 40), (43, 95))  # width and height of two images that a processor is tried with
-
-RawImage = Image.Image | bytes | str | Path
-"""An image as callers give it: an image of Pillow, the bytes of a file, or its path."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,8 +99,12 @@ def rows_of(item: kvcore.MultimodalItem) -> NDArray[np.int64]:
     return np.flatnonzero(mask) + item.start
 
 
-def open_image(given: RawImage, limits: EngineConfig) -> Image.Image:
+def open_image(given: object, limits: EngineConfig) -> Image.Image:
     """An image in RGB, turned as its file says. O(pixels); of one that is too large O(1).
+
+    Args:
+        given: an image of Pillow, the bytes of a file, or its path.
+        limits: of an engine.
 
     Raises:
         InvalidArgumentError: it cannot be read, is no image of a known format, or is too large.
@@ -199,6 +203,8 @@ class ImageCodec:
         self._token = int(network.config.image_token_id)
         self._attention = _attention_of(network)
         self._is_apart = False
+        self._known = OrderedDict[bytes, _Read]()  # by digest of a file, the last used at the end
+        self._lock = Lock()
 
     def own_attention(self) -> AbstractContextManager[None]:
         """Every part of the network attends as when this was made, for a while. O(parts)."""
@@ -207,7 +213,7 @@ class ImageCodec:
     def encode_chat(
         self,
         messages: Sequence[Message],
-        images: Sequence[RawImage],
+        images: Sequence[object],
         limits: EngineConfig,
         *,
         opens_answer: bool = True,
@@ -226,7 +232,7 @@ class ImageCodec:
     def encode(
         self,
         text: str,
-        images: Sequence[RawImage],
+        images: Sequence[object],
         limits: EngineConfig,
         *,
         adds_special_tokens: bool = True,
@@ -244,11 +250,7 @@ class ImageCodec:
             InvalidArgumentError: an image cannot be read or is too large, there are too many for
                 the limits or the processor, or the text has not as many marks.
         """
-        if len(images) > limits.max_images:
-            raise InvalidArgumentError(
-                f"image: wanted at most {limits.max_images} of them (--max-images), got "
-                f"{len(images)}"
-            )
+        check_count(len(images), limits.max_images)
         if self.mark not in text:
             text = len(images) * f"{self.mark}\n" + text
         pieces = text.split(self.mark)
@@ -262,7 +264,7 @@ class ImageCodec:
                 f"image: wanted one, this model's processor treats one of several differently, "
                 f"got {len(images)}"
             )
-        read = [self._read(open_image(image, limits)) for image in images]
+        read = [self._read_once(image, limits) for image in images]
         whole = pieces[0] + "".join(
             one.text + piece for one, piece in zip(read, pieces[1:], strict=True)
         )
@@ -307,6 +309,20 @@ class ImageCodec:
                 ) from error
             positions, delta = found[:, 0], int(deltas.flatten()[0])
         return ImagePrompt(items, inputs, positions, delta, self._is_whole, given)
+
+    def _read_once(self, given: object, limits: EngineConfig) -> "_Read":
+        """What an image becomes alone; of a file that was read lately, as it was then."""
+        if not isinstance(given, bytes):
+            return self._read(open_image(given, limits))
+        name = hashlib.sha256(given).digest()
+        with self._lock:
+            known = self._known.pop(name, None)
+        read = known or self._read(open_image(given, limits))
+        with self._lock:
+            self._known[name] = read
+            while sum(one.num_bytes for one in self._known.values()) > _KNOWN_BYTES:
+                self._known.popitem(last=False)
+        return read
 
     def _read(self, image: Image.Image) -> "_Read":
         """What an image becomes alone. O(pixels)."""
@@ -408,6 +424,11 @@ class _Read:
     inputs: Mapping[str, Tensor]
     content: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """What it takes. O(inputs)."""
+        return sum([tensor.nbytes for tensor in self.inputs.values()])
+
 
 def digest(inputs: Mapping[str, Tensor]) -> bytes:
     """The identity of an image: all that its vision tower takes. O(bytes)."""
@@ -445,60 +466,6 @@ def _item(content: bytes, places: NDArray[np.int64]) -> kvcore.MultimodalItem:
         rows[places - start] = 1
         mask = rows.tobytes()
     return kvcore.MultimodalItem(content, start, length, mask)
-
-
-def take_images(
-    messages: Sequence[Mapping[str, object]], fetch: Callable[[str], bytes]
-) -> tuple[list[dict[str, object]], list[RawImage]]:
-    """Messages as a chat template reads them, and their images in order. O(messages + bytes).
-
-    Args:
-        messages: as OpenAI has them: a content is a text, or parts of `type` "text" or "image_url";
-            or "image", with the image itself as `image`.
-        fetch: the bytes behind a URL that is no `data:` URL.
-
-    Raises:
-        InvalidArgumentError: a part is of another kind, or a URL has no image.
-    """
-    found: list[RawImage] = []
-
-    def part_of(part: Mapping[str, Any]) -> dict[str, object]:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                return {"type": "text", "text": text}
-            case {"type": "image_url", "image_url": {"url": str(url)} | str(url)}:
-                found.append(_data_of(url) if url.startswith("data:") else fetch(url))
-            case {"type": "image", "image": image}:
-                found.append(image)
-            case _:
-                kind = dict(part).get("type")
-                raise InvalidArgumentError(
-                    f"messages: wanted parts of type text or image_url, got {shown(kind)}"
-                )
-        return {"type": "image"}
-
-    taken: list[dict[str, object]] = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [part_of(part) for part in content]
-            texts = [str(part["text"]) for part in parts if "text" in part]
-            content = parts if len(texts) < len(parts) else "".join(texts)
-        taken.append({**message, "content": content})
-    return taken, found
-
-
-def _data_of(url: str) -> bytes:
-    """The bytes in a URL such as `data:image/png;base64,iVBO...`. O(bytes)."""
-    head, comma, data = url.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise InvalidArgumentError(
-            f"image_url: wanted data:image/...;base64,..., got {shown(head[:40])}"
-        )
-    try:
-        return base64.b64decode(data, validate=True)
-    except ValueError as error:
-        raise InvalidArgumentError(f"image_url: its data is not base64: {error}") from error
 
 
 def load_images(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -19,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
 from model.serve.generation import Asked, EventForm, Form, answer, read, with_warning
-from model.serve.logprobs import LogprobsWriter, quoted
+from model.serve.logprobs import quoted
 from model.serve.protocol import ChatCompletion, ChatRequest
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
@@ -43,35 +42,39 @@ class _Messages(EventForm):
             "id": service.new_id("chatcmpl"), "created": service.now(),
             "model": body.model or service.name,
         }  # fmt: skip
-        super().__init__(body, head, ("chat.completion", "chat.completion.chunk"))
+        super().__init__(body, service, head, ("chat.completion", "chat.completion.chunk"))
         self._num_samples = body.num_samples
         self._readers = readers
-        self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
         self._tells_logprobs = bool(body.logprobs)
 
     def begin(self, stream: TokenStream) -> str:
         said = '"delta":{"role":"assistant","content":""}'
         firsts = [Delta(number, "", (), None) for number in range(self._num_samples)]
+        prompt = self._prompt_ids(stream, 0)
         return "".join(
-            f"{self._begin}{self._plain(each, said, 'null')}{self._end(stream, each)}"
+            f"{self._begin}{self._plain(each, said, 'null', '')}]{prompt}"
+            f"{self._end(stream, each).removeprefix(']')}"
             for each in firsts
         )
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
-        reader = self._readers[delta.sample]
-        parts, reason = read(reader, delta)
-        said = [f'"delta":{quoted(_delta(part))}' for part in parts]
-        if not said and (self._tells_logprobs or delta.finish_reason is not None):
+        parts, reason = read(self._readers[delta.sample], delta)
+        said = [f'"delta":{_delta(part)}' for part in parts]
+        tells_tokens = self._tells_logprobs or self._tells_ids
+        if not said and (tells_tokens or delta.finish_reason is not None):
             said = ['"delta":{}']
-        return chain.from_iterable(
-            chain(
-                (self._begin,),
-                self._choice(each, one, reason if number == len(said) else "null"),
-                (self._end(stream, each),),
-            )
-            for number, one in enumerate(said, 1)
-            for each in (delta if number == 1 else delta._replace(tokens=()),)
-        )
+        last = len(said) - 1
+        for number, one in enumerate(said):
+            ending = reason if number == last else "null"
+            if tells_tokens:
+                yield self._begin
+                yield from self._choice(delta, one, ending)
+                yield self._end(stream, delta)
+            else:
+                choice = self._plain(delta, one, ending, "")
+                yield f"{self._begin}{choice}{self._end(stream, delta)}"
+            if number < last:
+                delta = delta._replace(tokens=())  # they were told with the first part
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
         choices = (
@@ -79,33 +82,36 @@ class _Messages(EventForm):
             for each in deltas
             for parts, reason in (read(self._readers[each.sample], each),)
         )
-        return self._whole(choices, stream)
+        return self._whole(choices, stream, self._of_prompt(stream, 0))
 
-    def _plain(self, delta: Delta, said: str, reason: str) -> str:
+    @staticmethod
+    def _plain(delta: Delta, said: str, reason: str, ids: str) -> str:
         """A choice without log-probabilities."""
-        return f'{{"index":{delta.sample},{said},"logprobs":null,"finish_reason":{reason}}}'
+        return f'{{"index":{delta.sample},{said},"logprobs":null,"finish_reason":{reason}{ids}}}'
 
     def _choice(self, delta: Delta, said: str, reason: str) -> Iterator[str]:
+        ids = self._ids(delta)
         if not self._tells_logprobs:
-            yield self._plain(delta, said, reason)
+            yield self._plain(delta, said, reason, ids)
             return
-        yield f'{{"index":{delta.sample},{said},"finish_reason":{reason},"logprobs":'
+        yield f'{{"index":{delta.sample},{said},"finish_reason":{reason}{ids},"logprobs":'
         yield from self._writer.of_chat(delta.tokens)
         yield "}"
 
 
-def _delta(part: Part) -> dict[str, object]:
-    """A part as an event tells it."""
+def _delta(part: Part) -> str:
+    """A part as an event tells it, as JSON."""
     match part.kind:
         case "content":
-            return {"content": part.text}
+            return f'{{"content":{quoted(part.text)}}}'
         case "reasoning":
-            return {"reasoning_content": part.text}
+            return f'{{"reasoning_content":{quoted(part.text)}}}'
         case "call":
             function = {"name": part.text, "arguments": ""}
             begun = {"id": part.call_id, "type": "function", "function": function}
-            return {"tool_calls": [{"index": part.number, **begun}]}
-    return {"tool_calls": [{"index": part.number, "function": {"arguments": part.text}}]}
+            return quoted({"tool_calls": [{"index": part.number, **begun}]})
+    piece = {"index": part.number, "function": {"arguments": part.text}}
+    return quoted({"tool_calls": [piece]})
 
 
 def _message(parts: Iterable[Part]) -> dict[str, object]:
@@ -135,6 +141,8 @@ async def converse(
     request: Request,
     form: Callable[[ChatRequest, Service, Sequence[Reader]], Form] = _Messages,
     fields: Mapping[str, str] | None = None,
+    *,
+    is_cut: bool = False,
 ) -> Response:
     """Answer a conversation.
 
@@ -144,6 +152,7 @@ async def converse(
         request: it, as it came.
         form: makes what writes the answer.
         fields: what the request calls fields of `body`, where it has other names for them.
+        is_cut: whether the most tokens of the answer are cut to what the model's length allows.
 
     Raises:
         ApiError: it is refused, or fails before anything was sent.
@@ -151,12 +160,13 @@ async def converse(
     body.check(is_strict=service.config.strict_fields)
     service.check_model(body.model)
     service.serving()
-    prompt = await service.encode_chat(body.messages, body)
+    prompt, images = await service.read_chat(body.messages, body)
     max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, name = body.max_tokens, "max_tokens"
-    if max_tokens is None:
-        max_tokens = max(1, service.engine.engine.max_model_len - len(prompt))
+    room = max(1, service.engine.engine.max_model_len - len(prompt))
+    if max_tokens is None or (is_cut and max_tokens > room):
+        max_tokens = room
     names = {
         "prompt": "messages",
         "max_tokens": name,
@@ -172,12 +182,14 @@ async def converse(
         params = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     except InvalidArgumentError as error:
         raise api_error(error, names) from error
+    if params.grammar is not None and read_as.reasoning is not None:
+        params = replace(params, grammar=params.grammar.behind(*read_as.reasoning))
     if read_as.template is not None:
         params = replace(params, skip_special_tokens=False)  # some of them mark regions
     turns = await service.turns(body.messages, prompt, body)
     submission = body.submission(prompt, params, service.adapter(body.model))
     asked = Asked(
-        submissions=[replace(submission, boundaries=turns)],
+        submissions=[replace(submission, boundaries=turns, images=images)],
         streams=bool(body.stream),
         names=names,
     )
@@ -192,9 +204,10 @@ async def converse(
 def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) -> ReadingForm:
     """How the answer of a request is read."""
     if body.must_call:
-        return service.reading.demanded(body.chosen)
+        return service.reading.demanded(prompt, body.chosen)
+    is_guided = body.grammar_field != ""
     if not body.may_call:
-        return service.reading.free(() if body.grammar_field else prompt)
+        return service.reading.free(prompt, is_guided=is_guided)
     if not service.reading.knows_calls:
         raise ApiError(
             400,
@@ -204,7 +217,7 @@ def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) ->
         )
     tools: list[dict[str, object]] = [tool.model_dump() for tool in body.tools or ()]
     most_calls = 1 if body.parallel_tool_calls is False else None
-    return service.reading.free(() if body.grammar_field else prompt, tools, most_calls)
+    return service.reading.free(prompt, tools, most_calls, is_guided=is_guided)
 
 
 def chat(service: Service) -> APIRouter:

@@ -93,6 +93,18 @@ class ServeConfig:
         most=1,
     )
     max_request_bytes: int = setting(4 << 20, help="largest request body", least=1, unit="bytes")
+    allow_image_urls: bool = setting(
+        False,
+        help="images: fetch those that requests name by an http or https URL, from public hosts "
+        "alone; without it they have to be data: URLs",
+    )
+    image_url_timeout_s: float = setting(
+        10.0,
+        help="images: seconds that fetching one may take",
+        above=0,
+        below=math.inf,
+        needs=("allow_image_urls",),
+    )
     max_logprobs_bytes: int = setting(
         512 << 20,
         help="largest memory for the log-probabilities of a request, 128 bytes for each token and "

@@ -8,9 +8,13 @@ Invariants: an assistant's message is taken as an answer has it, so that it can 
 Does not know: tokens, what a tool call must look like (`tools.py`).
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, PrivateAttr, model_validator
+
+from model.control.images import data_of
+from model.errors import shown
 from model.serve.bounds import Many, Strict, Text
 from model.serve.errors import ApiError
 from model.serve.tools import Tool, ToolCall
@@ -23,11 +27,43 @@ class TextPart(Strict):
     text: Text
 
 
+class ImageUrl(Strict):
+    """Where an image is: a `data:` URL, or one to fetch."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Strict):
+    """An image in a message; `data` are the bytes of its file, once they are known."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    _data: bytes | None = PrivateAttr(None)
+
+    @property
+    def as_template_reads_it(self) -> dict[str, object]:
+        """With the image, if it is known. O(1)."""
+        return {"type": "image"} if self._data is None else {"type": "image", "image": self._data}
+
+    def open(self, fetch: Callable[[str], bytes]) -> None:
+        """Have its bytes. O(bytes).
+
+        Raises:
+            InvalidArgumentError: they cannot be had.
+        """
+        url = self.image_url.url
+        self._data = data_of(url) if url.startswith("data:") else fetch(url)
+
+
+_PARTS = {"text", "image_url"}
+
+
 class Message(Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Many[TextPart] | None = None
+    content: Text | Many[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -38,13 +74,42 @@ class Message(Strict):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None  # by OpenAI's client
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_known_parts(cls, given: object) -> object:
+        """Refuse parts of other kinds, such as sound and video, by name."""
+        content = given.get("content") if isinstance(given, dict) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in _PARTS:
+                known = " or ".join(sorted(_PARTS))
+                raise ApiError(
+                    400, f"messages: wanted parts of type {known}, got {shown(kind)}",
+                    param="messages", code="unsupported",
+                )  # fmt: skip
+        return given
 
     @property
-    def text(self) -> str:
-        """All that it says. O(content)."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+    def images(self) -> list[ImagePart]:
+        """Its images, in order. O(parts)."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part for part in parts if isinstance(part, ImagePart)]
+
+    @property
+    def said(self) -> str | list[dict[str, object]]:
+        """All that it says, as a chat template reads it: a text, or parts if some are images."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        if not self.images:
+            return "".join(part.text for part in self.content if isinstance(part, TextPart))
+        return [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else part.as_template_reads_it
+            for part in self.content
+        ]
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
@@ -55,7 +120,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
     """
     told: list[dict[str, object]] = []
     for place, message in enumerate(messages):
-        one: dict[str, object] = {"role": message.role, "content": message.text}
+        one: dict[str, object] = {"role": message.role, "content": message.said}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(message, name) is not None:
                 one[name] = getattr(message, name)
@@ -68,13 +133,17 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
     return told
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much the model reasons."""
+
+
 class ConversationOptions(Strict):
     """How a conversation becomes a prompt."""
 
     tools: Many[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

@@ -10,21 +10,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from model.async_engine import AsyncEngine
+from model.control.images import PromptImages, check_count, take_images
 from model.errors import InvalidArgumentError
 from model.serve.config import ServeConfig
 from model.serve.conversation import ConversationOptions, Message, conversation
 from model.serve.errors import ApiError, api_error
 from model.serve.gate import ids
+from model.serve.image_urls import fetch
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
     from model.serve.reading import Reading
 
+_OPENERS = 8  # threads that wait for images, apart from those that make tokens
 _LONG = 4096  # characters or tokens; more are made to each other on a thread of their own
 
 
@@ -44,6 +48,7 @@ class Service:
         self.config = config
         self.created = self.now()
         self._ids = ids()
+        self._openers = ThreadPoolExecutor(_OPENERS, "image")
 
     def now(self) -> int:
         """Seconds of the epoch. O(1)."""
@@ -147,13 +152,39 @@ class Service:
         options: ConversationOptions,
     ) -> list[int]:
         """The tokens of a conversation. O(its text)."""
-        codec = self.engine.engine.model.codec
+        return (await self.read_chat(messages, options))[0]
+
+    async def read_chat(
+        self, messages: Sequence[Message], options: ConversationOptions
+    ) -> tuple[list[int], PromptImages | None]:
+        """The tokens of a conversation, and its images. O(its text + pixels).
+
+        Raises:
+            ApiError: an image cannot be had, or something is refused.
+        """
+        engine = self.engine.engine
+        parts = [part for message in messages for part in message.images]
         try:
+            check_count(len(parts), engine.image_limits[0])
+            run = partial(asyncio.get_running_loop().run_in_executor, self._openers)
+            await asyncio.gather(*[run(part.open, self.fetch) for part in parts])
             return await asyncio.to_thread(
-                codec.encode_chat,
-                conversation(messages),
+                engine.encode_chat,
+                *take_images(conversation(messages)),
                 opens_answer=options.opens_answer,
                 options=self.config.template_options | options.template_options,
             )
         except InvalidArgumentError as error:
             raise api_error(error, {"prompt": "messages"}) from error
+
+    def fetch(self, url: str) -> bytes:
+        """The bytes behind a URL of an image, if that is allowed; waits for them.
+
+        Raises:
+            InvalidArgumentError: it is not, or they cannot be had.
+        """
+        if not self.config.allow_image_urls:
+            raise InvalidArgumentError(
+                "image_url: wanted a data: URL; --allow-image-urls allows others"
+            )
+        return fetch(url, self.engine.engine.image_limits[1], self.config.image_url_timeout_s)

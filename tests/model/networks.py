@@ -162,12 +162,16 @@ def greedy_logits(
 
 
 def preempt_in_steps(engine: Engine, steps: set[int]) -> None:
-    """Have the last of the running requests give way at the beginning of these steps."""
-    scheduler = engine._scheduler
+    """Have the last of the running requests give way at the beginning of these steps.
+
+    Once in each: a step that only swaps is not counted as one, so its number comes again.
+    """
+    scheduler, left = engine._scheduler, {*steps}
     plan_decodes = scheduler._plan_decodes
 
     def plan_fewer_decodes() -> None:
-        if scheduler.stats.num_steps in steps and scheduler.running:
+        if scheduler.stats.num_steps in left and scheduler.running:
+            left.remove(scheduler.stats.num_steps)
             scheduler._preempt(scheduler.running[-1])
         plan_decodes()
 

@@ -1,6 +1,8 @@
 """Host memory and disk behind the engine's cache: the same tokens, found again, whatever fails."""
 
 import errno
+import io
+import json
 import shutil
 import subprocess
 import sys
@@ -18,9 +20,11 @@ from kvcore.tiers import Folder, PeerSession
 from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
 from model.caches import tiers as tiers_module
 from model.caches.tiers import HostBlocks, StreamBlocks
+from model.control.request import FinishReason
 from model.control.submission import salted
 from model.control.tier_transfers import TransferCosts
 from model.engine import Engine
+from model.trace import write_trace
 from tests.model.networks import build
 from tests.model.recurrent_networks import engine_of
 
@@ -332,6 +336,41 @@ def test_a_step_that_fails_leaves_nothing_on_its_way(held, tmp_path, monkeypatch
     assert run(engine, prompts) == wanted
 
 
+@pytest.mark.parametrize("what", ["its logits", "a step"])
+def test_a_failure_costs_no_copies_of_before(what, tmp_path, monkeypatch, is_async):
+    """Those of others, stored before, are loaded; those of the failure are not."""
+    prompts = [*turns(2, 2)]
+    engine = make(disk=tmp_path, host_memory_bytes=1 << 24, async_scheduling=is_async)
+    wanted = [run(engine, [each], namespace=salted(str(n))) for n, each in enumerate(prompts)]
+    drain(engine)
+    bad = [*b"a prompt of which nothing may be found any more"]
+    [request] = engine.submit(Submission(bad, GREEDY))
+    engine.step()
+    with monkeypatch.context() as patch:
+        if what == "a step":
+            patch.setattr(engine._runner, "send", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        else:
+            logits = engine.network.logits
+            patch.setattr(engine.network, "logits", lambda step: logits(step) * torch.nan)
+            while engine.has_unfinished:
+                engine.step()
+            assert request.finish_reason is FinishReason.ERROR
+    for tier in engine.tiers.tiers.tiers:
+        assert tier.stats.num_records > 0
+    assert wanted == [
+        run(engine, [each], namespace=salted(str(n))) for n, each in enumerate(prompts)
+    ]
+    if what == "its logits" or is_async:  # of a step that was read, what it wrote is right
+        [again] = engine.submit(Submission(bad, GREEDY))
+        while engine.has_unfinished:
+            engine.step()
+        assert again.num_loaded_tokens == again.num_cached_tokens == 0
+        assert engine.tiers.stats.num_loads >= len(prompts) // 2
+    engine.end()
+
+
 @pytest.mark.parametrize("part_bytes", [1, 1 << 20], ids=["a block at once", "all at once"])
 def test_whole_jobs_move_the_same_bytes(part_bytes, tmp_path, monkeypatch):
     def stream_blocks(caches, began, lock):
@@ -394,6 +433,24 @@ def test_without_tiers_nothing_is_loaded_or_watched():
     code = "import sys, model.engine_core; print('kvcore.tiers' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"
+
+
+def test_a_trace_has_what_each_tier_has_and_what_was_loaded(tmp_path):
+    prompts = [*turns(2, 2)]
+    engine, _ = restarted(tmp_path, prompts, host_memory_bytes=1 << 24)
+    recorder = engine.record()
+    recorder.record_pool(engine.model.codec.decode)
+    run(engine, prompts)
+    engine.end()
+    out = io.StringIO()
+    write_trace(out, recorder)
+    trace = json.loads(out.getvalue())
+    tiers = engine.tiers.tiers.tiers
+    last = trace["kvcore"]["frames"][-2]["counts"]
+    assert {name for name in last if "copies" in name} == {"host copies", "disk copies"}
+    told = [event["args"] for event in trace["traceEvents"] if event["name"] == "copies loaded"]
+    assert told[-1] == {tier.name: tier.stats.num_hits for tier in tiers}
+    assert last["disk hits"] == told[-1]["disk"] > 0
 
 
 @pytest.fixture

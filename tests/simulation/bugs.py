@@ -529,6 +529,7 @@ class LeavesOutTheEndOfALoad(TierTransfers):
 @replaces(tier_manager._Run, "_hash_before")
 def finds_what_other_salts_have(self):
     """Below the pool, salts are ignored (sglang#37160)."""
+    self._is_private = False
     return _own_hash_before(self) if self._first else digest(_UNSALTED, "sha256")
 
 

@@ -140,6 +140,7 @@ class TierMachine(RuleBasedStateMachine):
     disk_tier = tiers.DiskTier
     host_tier = tiers.HostTier
     tier_manager = tiers.TierManager
+    record_events = None
 
     @initialize(
         groups=st.sampled_from(GROUPS),
@@ -158,7 +159,9 @@ class TierMachine(RuleBasedStateMachine):
 
     def start(self, weights, capacity):
         self.weights = weights
-        self.kv = kvcore.KVCacheManager(NUM_BLOCKS, SIZE, groups=self.groups)
+        self.kv = kvcore.KVCacheManager(
+            NUM_BLOCKS, SIZE, groups=self.groups, record_events=self.record_events
+        )
         self.memory = Memory(NUM_BLOCKS)
         self.true_payloads = {}
         self.since_clear = self.ever_stored.setdefault(weights, set())
@@ -193,7 +196,8 @@ class TierMachine(RuleBasedStateMachine):
     # What a block must hold
 
     def register(self, tokens, namespace):
-        """The true payload of every key of a prompt."""
+        """The true payload of every key of a prompt, which are returned."""
+        keys = []
         for number, group in enumerate(self.kv.groups):
             size = group.block_size
             hashes = kvcore.block_hashes(tokens, size, namespace=namespace, algorithm="sha256")
@@ -203,7 +207,9 @@ class TierMachine(RuleBasedStateMachine):
                 payload = b"".join(
                     [self.bytes_of(namespace, number, prefix, piece) for piece in range(pieces)]
                 )
-                self.true_payloads[key_of(number, block_hash, namespace)] = payload
+                keys.append(key_of(number, block_hash, namespace))
+                self.true_payloads[keys[-1]] = payload
+        return keys
 
     def bytes_of(self, namespace, group, prefix, piece=0):
         return truth(self.weights, namespace.salt, group, prefix, piece)
@@ -416,6 +422,29 @@ class TierMachine(RuleBasedStateMachine):
             self.since_clear.clear()
         self.kv.close(seq)
 
+    @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS))
+    @survives
+    def a_step_fails(self, tokens, salt):
+        """What a request has read or computed may be wrong; what was stored before it stays."""
+        marks, before = self.tiers.marks(), {*self.since_clear}
+        kept = [tier for tier in self.tiers.tiers if tier.keeps]
+        held = [{*tier.tier._entries} for tier in kept]
+        self.serve(tokens, salt, stores=True)
+        seq = self.open_sequence(tokens, salt)
+        wrong = {*self.register(tokens, self.namespaces[seq])}
+        held = [keys & {*tier.tier._entries} - wrong for tier, keys in zip(kept, held, strict=True)]
+        is_sound = self.was_sound and not self.disk.late
+        self.tiers.reset(marks, seq)
+        self.kv.close(seq)
+        if is_sound:  # else the disk may lose what says that they are gone
+            self.since_clear &= before - wrong
+        for tier, keys in zip(kept, held, strict=True):
+            found = {*tier.tier._entries}
+            if found & wrong or not found <= before:
+                raise BrokenError("P37: a tier has what a failed step may have written")
+            if is_sound and not keys <= found:
+                raise BrokenError("P24: a failed step has cost copies of before it")
+
     @rule(
         kind=st.sampled_from(["closed", "killed", "power"]),
         weights=st.sampled_from(WEIGHTS),
@@ -508,7 +537,7 @@ class TierMachine(RuleBasedStateMachine):
         kvcore.check(self.kv)
         host = self.tiers.tiers[0].tier
         if self.has_host:
-            held = sum(512 + len(payload) for payload, _ in host._entries.values())
+            held = sum(512 + len(payload) for payload, *_ in host._entries.values())
             if held > host.stats.capacity_bytes or held != host.stats.used_bytes:
                 raise BrokenError("P39: the host tier has more bytes than it may, or counts others")
 

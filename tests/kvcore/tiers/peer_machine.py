@@ -66,6 +66,7 @@ class PeerMachine(TierMachine):
     @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS), hears=st.booleans())
     def the_other_serves(self, tokens, salt, hears):
         """The other process computes a prompt and stores it; this one hears of it, or not yet."""
+        self.other.tiers.tiers[0].meanwhile = None
         self.other.serve(tokens, salt, stores=True)
         if hears:
             self.hear()

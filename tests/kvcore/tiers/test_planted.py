@@ -65,6 +65,14 @@ def resets(life):
         come_back(life)
 
 
+def steps_fail(life):
+    for number in range(4):
+        life.churn([0, 4, 5])
+        life.a_step_fails(prompt(15, 2 * number), SALTS[number & 1])
+        life.serve(prompt(15, 2 * number), SALTS[number & 1], stores=False)
+    come_back(life)
+
+
 def stored_again_after_a_reset(life):
     life.serve(prompt(5, 0), b"", stores=False)
     life.reset_while_it_stores()
@@ -208,8 +216,8 @@ PEER_STORIES = (peer_serves, peer_misbehaves, peer_is_a_stranger, peer_resets, p
 
 STORIES = (  # the short ones find most
     restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
-    stored_again_after_a_reset, fails_for_good, dies, fills_up, half_writes, keeps_what_is_used,
-    outlives_its_copies,
+    stored_again_after_a_reset, steps_fail, fails_for_good, dies, fills_up, half_writes,
+    keeps_what_is_used, outlives_its_copies,
 )  # fmt: skip
 
 

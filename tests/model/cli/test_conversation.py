@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import model
+from kvcore.tiers import DiskTier, meaning_of
 from model.chat import parse_args
 from model.cli.conversation import Answer, Conversation, converse
+from model.cli.exits import Stopped
 from model.errors import InvalidArgumentError
 from model.tiny import CHECKPOINT_DIR
 
@@ -134,20 +136,40 @@ def test_defaults_suit_a_conversation_and_flags_change_them():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on():
+def test_ctrl_c_stops_an_answer_and_sigterm_the_conversation_which_is_stored(tmp_path):
     command = [sys.executable, "-m", "model", "chat", "--max-tokens", "1500", "--temperature", "0"]
     with subprocess.Popen(
-        [*command, "--no-ignore-eos", "--num-blocks", "200", "--eager"],
+        [*command, "--no-ignore-eos", "--num-blocks", "200", "--eager", "--disk", str(tmp_path)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:
-        process.stdin.write(b"A list is\n")
-        process.stdin.flush()
-        assert select.select([process.stdout], [], [], 60)[0]
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(b"/exit\n", timeout=60)
-    assert process.returncode == 0
+        out = b""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.stdin.write(b"A list is " * 9 + b"\n")
+            process.stdin.flush()
+            assert select.select([process.stdout], [], [], 60)[0]
+            process.send_signal(number)
+            out = out or process.stdout.readline()
+        _, err = process.communicate(timeout=60)
     assert 0 < len(out) < 3000
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.endswith(b"terminated: the conversation has ended\n")
+    tier = DiskTier(tmp_path, 1 << 30)
+    tier.start(meaning_of({}), 1 << 16)
+    assert tier.stats.faults["foreign"] > 0  # whole records, of a network
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_signal_ends_the_wait_for_a_line():
+    class Lines(io.StringIO):
+        def readline(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped:
+        converse(Recorded(), Lines(), io.StringIO())
+    assert stopped.value.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -14,7 +14,7 @@ from model.cli.conversation import Conversation
 from model.control.admission import Admission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
-from model.forward.lora import Adapters, read_adapter
+from model.forward.lora import Adapters, read_adapter, read_versions
 from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
 from tests.model.networks import greedy_logits, preempt_in_steps
@@ -131,6 +131,40 @@ def test_requests_share_a_prefix_only_with_requests_of_equal_adapters(folders, t
     assert one.namespace.lora_version
     again = engine_with(place).submit(asked(encoded[0], "attention"))[0]
     assert again.namespace == one.namespace
+    versions = read_versions([f"attention={place / 'attention'}"])  # what routers know
+    assert versions == {"attention": one.namespace.lora_version}
+
+
+def test_a_request_keeps_its_adapter_when_it_is_unloaded(folders, monkeypatch):
+    place, encoded, wanted = folders
+    model = load_model(str(CHECKPOINT_DIR), CPU)
+    engine = Engine(model, backends.get_backend("numba"), EngineConfig(block_size=4, max_loras=2))
+    texts = {name: f"sql={place / name}" for name in TARGETS}
+    engine.add_adapter(engine.read_adapter(texts["attention"]))
+    first = engine.submit(asked(encoded[0], "sql"))[0]
+    for _ in range(4):
+        engine.step()
+    engine.remove_adapter("sql")
+    with pytest.raises(InvalidArgumentError, match="a loaded adapter"):
+        engine.submit(asked(encoded[0], "sql"))
+    engine.add_adapter(engine.read_adapter(texts["all"]))  # of the same name, with other weights
+    other = engine.read_adapter(f"other={place / 'all'}")
+    with pytest.raises(InvalidArgumentError, match="1 of them until their requests"):
+        engine.add_adapter(other)
+    second = engine.submit(asked(encoded[0], "sql"))[0]
+    while engine.has_unfinished:
+        engine.step()
+    found = [request.output_tokens for request in (first, second)]
+    assert found == [wanted["attention"][0], wanted["all"][0]]
+    engine.add_adapter(other)
+    assert engine.adapter_names == ("sql", "other")
+
+    # A planted bug: nothing keeps what an unfinished request has.
+    monkeypatch.setattr(engine, "_namespaces", list)
+    engine.submit(asked(encoded[0], "other"))
+    engine.remove_adapter("other")
+    with pytest.raises(KeyError):
+        engine.step()
 
 
 def changed(place, tmp_path, edit=None, **fields):

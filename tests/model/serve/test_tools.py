@@ -150,6 +150,16 @@ def http_of(agents):
     return text
 
 
+@pytest.mark.parametrize("how", [{"tools": [ADD], "tool_choice": "required"},
+                                 {"response_format": {"type": "json_object"}}])  # fmt: skip
+def test_a_demanded_form_begins_behind_the_reasoning(client, how):
+    [choice] = ask(client, **how, reasoning_effort="high", max_tokens=6).choices
+    assert choice.message.reasoning_content  # this model would reason without end
+    assert (choice.message.content or "", choice.message.tool_calls) == ("", None)
+    [choice] = ask(client, **how, reasoning_effort="none", max_tokens=6).choices
+    assert not hasattr(choice.message, "reasoning_content")
+
+
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
