@@ -183,9 +183,9 @@ class Admission:
         held = sum([chunk.num_scored for chunk in planned])
         return min(wanted, MAX_SCORED_TOKENS - held)
 
-    def is_coming(self, request: Request) -> bool:
-        """Whether there is room for one more token once this step's transfers are done. O(1)."""
-        missing = self._kv.num_missing_blocks(request.running_sequence, 1)
+    def is_coming(self, request: Request, count: int) -> bool:
+        """Whether there is room for more tokens once this step's transfers are done. O(1)."""
+        missing = self._kv.num_missing_blocks(request.running_sequence, count)
         return missing <= self._kv.num_free_blocks + self.num_freeing
 
     def close_sequence(self, request: Request) -> Transfer | None:

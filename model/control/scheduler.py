@@ -464,23 +464,28 @@ class Scheduler:
 
     def _plan_chunk(self, request: Request) -> None:
         """Plan what fits of a running request into budget and blocks; it may have to wait."""
-        if self._has_room(request):
+        least = 1 if request.images is None else request.least_chunk
+        if self._has_room(request, least):
             wanted = self._admission.num_plannable(request, self._budget, self._planned.values())
             if not wanted:
                 return
             if self._keeps_states:
                 wanted = self._kv.chunk_length(request.running_sequence, wanted)
             num_tokens = self._admission.num_reservable(request, wanted)
+            if request.images is not None:
+                num_tokens = request.whole_chunk(num_tokens)
+                if not num_tokens:
+                    return
             self._kv.reserve(request.running_sequence, num_tokens)
             self._add_chunk(request, num_tokens)
 
-    def _has_room(self, request: Request) -> bool:
-        """Whether a running request can have a token, after preempting what comes behind it."""
-        while not self._kv.can_reserve(request.running_sequence, 1):
+    def _has_room(self, request: Request, count: int) -> bool:
+        """Whether a running request can have tokens, after preempting what comes behind it."""
+        while not self._kv.can_reserve(request.running_sequence, count):
             if self._tiers is not None and self._tiers.give_way(request.order):
                 continue
             last = self._running[-1]
-            if last is request or self._admission.is_coming(request):
+            if last is request or self._admission.is_coming(request, count):
                 return False
             self._preempt(last)
         return True
@@ -741,7 +746,8 @@ class Scheduler:
             )
         # The last token is handed out and never computed, so it needs no slot.
         size, groups = self._kv.block_size, self._kv.groups
-        needed = kvcore.peak_blocks(total - 1, size, groups=groups, chunk=1)
+        chunk = request.longest_whole
+        needed = kvcore.peak_blocks(total - 1, size, groups=groups, chunk=chunk)
         if needed > self._kv.num_usable_blocks:
             raise RequestTooLongError(
                 f"{what} needs {needed} blocks of {size} tokens: "

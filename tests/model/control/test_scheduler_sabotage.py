@@ -76,7 +76,7 @@ class KeepsNoTokenForTheFirst(Scheduler):
 
 
 class WaitsForRoomThatNeverComes(Scheduler):
-    def _has_room(self, request):
+    def _has_room(self, request, count):
         return self._kv.can_reserve(request.running_sequence, 1)
 
 
