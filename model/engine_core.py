@@ -37,6 +37,7 @@ from model.trace import StepRecorder
 if TYPE_CHECKING:  # torch is not loaded for these
     from concurrent.futures import Future
 
+    from kvcore.tiers import KeepingTier
     from model.load.codec import TextCodec
     from model.sample.grammar_compiler import Compiled
     from model.sample.grammars import Grammars
@@ -239,6 +240,11 @@ class EngineCore:
         return self._scheduler.is_speculative
 
     @property
+    def keeping_tiers(self) -> Sequence[KeepingTier]:
+        """The tiers that keep copies of blocks. O(1)."""
+        return () if self.tiers is None else self.tiers.tiers.keeping
+
+    @property
     def stats(self) -> SchedulerStats:
         """The scheduler's counters, live. O(1)."""
         return self._scheduler.stats
@@ -352,6 +358,7 @@ class EngineCore:
                 params,
                 self._model.eos_token_ids,
                 priority=asked.priority,
+                client=asked.client,
                 leader=requests[0] if requests else None,
                 sample=number,
                 namespace=asked.namespace,

@@ -19,11 +19,11 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
 import kvcore
-from model.control.pool_frames import FrameLog, PoolFrames, Schedule
+from model.control.pool_frames import FrameLog, PoolFrames, Schedule, tier_counts
 from model.control.request import Request
 from model.control.step import COMMIT, SCHEDULE, Step
 
@@ -63,6 +63,7 @@ class StepRecord:
         num_preemptions: since the scheduler was made.
         num_hit_tokens: likewise.
         num_evicted_blocks: likewise, of the pool.
+        tiers: for each tier by its name the copies that it has, and those that were loaded.
     """
 
     begin_ns: int
@@ -75,6 +76,7 @@ class StepRecord:
     num_preemptions: int
     num_hit_tokens: int
     num_evicted_blocks: int
+    tiers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def end_ns(self) -> int:
@@ -212,6 +214,7 @@ class StepRecorder:
                 num_preemptions=stats.num_preemptions,
                 num_hit_tokens=stats.num_hit_tokens,
                 num_evicted_blocks=self._kv.num_evicted_blocks,
+                tiers=tier_counts(self._schedule),
             )
         )
 
@@ -275,11 +278,11 @@ class _PoolRecording:
 def write_trace(out: TextIO, recorder: StepRecorder) -> None:
     """Write a trace that chrome://tracing and ui.perfetto.dev open. O(steps).
 
-    Steps and their phases are complete events ("X") of one thread, nested; blocks, requests and
-    tokens are counters ("C"), of which each holds until the next. Times are microseconds from the
-    first step's begin, to the nanosecond; events stand in the order of their times, a step before
-    its phases. When the device worked on a phase is a thread of its own, behind them. What was
-    recorded of the pool stands behind the events, where they do not look.
+    Steps and their phases are complete events ("X") of one thread, nested; blocks, requests, tokens
+    and the copies in tiers are counters ("C"), of which each holds until the next. Times are
+    microseconds from the first step's begin, to the nanosecond; events stand in the order of their
+    times, a step before its phases. When the device worked on a phase is a thread of its own,
+    behind them. What was recorded of the pool stands behind the events, where they do not look.
     """
     steps, num_usable_blocks = recorder.steps, recorder.num_usable_blocks
     origin = steps[0].begin_ns if steps else 0
@@ -322,11 +325,14 @@ def _step_events(
     planned = (step.laps[0][1] - origin) / 1000
     ended = (step.end_ns - origin) / 1000
     tokens = {"decode": step.num_decode_tokens, "prefill": step.num_prefill_tokens}
-    counters = (
+    counters = [
         ("blocks", planned, {"used": used, "free": num_usable_blocks - used}),
         ("tokens", planned, tokens),
         ("requests", ended, {"running": step.num_running, "waiting": step.num_waiting}),
-    )
+    ]
+    if step.tiers:
+        for name, place in (("copies in tiers", 0), ("copies loaded", 1)):
+            counters.append((name, ended, {tier: both[place] for tier, both in step.tiers.items()}))
     events += [
         {"ph": "C", "pid": 0, "name": name, "ts": when, "args": values}
         for name, when, values in counters

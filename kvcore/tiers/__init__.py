@@ -12,12 +12,21 @@ from kvcore.tiers.jobs import BlockMover, LoadJob, Part, StoreJob
 from kvcore.tiers.link import Channel, LinkError, is_loopback, parse_address
 from kvcore.tiers.peer import PeerTier
 from kvcore.tiers.peer_server import PeerServer, PeerServerStats, PeerSession
-from kvcore.tiers.record import Fault, Key, Meaning, key_of, meaning_of
-from kvcore.tiers.tier import EvictionOrder, Tier, TierError, TierInUseError, TierStats
+from kvcore.tiers.record import Fault, Key, Meaning, group_of, is_private, key_of, meaning_of
+from kvcore.tiers.tier import (
+    Changes,
+    EvictionOrder,
+    KeepingTier,
+    Tier,
+    TierError,
+    TierInUseError,
+    TierStats,
+)
 from kvcore.tiers.tier_manager import Found, TierManager
 
 __all__ = [
     "BlockMover",
+    "Changes",
     "Channel",
     "DiskTier",
     "EvictionOrder",
@@ -25,6 +34,7 @@ __all__ = [
     "Folder",
     "Found",
     "HostTier",
+    "KeepingTier",
     "Key",
     "LinkError",
     "LoadJob",
@@ -41,7 +51,9 @@ __all__ = [
     "TierInUseError",
     "TierManager",
     "TierStats",
+    "group_of",
     "is_loopback",
+    "is_private",
     "key_of",
     "meaning_of",
     "parse_address",

@@ -81,6 +81,8 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         InvalidArgumentError: the capacity is not positive.
     """
 
+    medium = "STORAGE"
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -33,6 +33,8 @@ class HostTier(IndexedTier[tuple[bytes, bytes, int]]):
         InvalidArgumentError: the capacity is not positive.
     """
 
+    medium = "CPU"
+
     def __init__(self, capacity_bytes: SupportsIndex) -> None:
         super().__init__("host", capacity_bytes)
 

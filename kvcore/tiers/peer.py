@@ -89,7 +89,7 @@ class PeerTier:
         InvalidArgumentError: no address.
     """
 
-    keeps = False
+    keeps, medium = False, "REMOTE"
 
     def __init__(
         self,

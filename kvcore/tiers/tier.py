@@ -67,12 +67,14 @@ class Tier(Protocol):
 
     Attributes:
         name: for reports.
+        medium: what KV events call it, as vLLM's do.
         keeps: whether it takes copies; False of one that is only read, such as a peer.
         stats: its counters.
         epoch: how often it was cleared.
     """
 
     name: str
+    medium: str
     keeps: bool
     stats: TierStats
     epoch: int
@@ -161,15 +163,16 @@ class Changes:
                 self._changed[key] = is_there
         self._news.set()
 
-    def clear(self) -> None:
-        """Note that all copies have gone. O(1)."""
+    def clear(self, keys: Iterable[Key]) -> None:
+        """Note that all copies have gone, which are these. O(keys)."""
         with self._lock:
-            self._changed = {}
-            self._is_cleared = True
+            gone = [key for key, is_there in self._changed.items() if not is_there]
+            gone += [key for key in keys if key not in self._changed]
+            self._changed, self._is_cleared = dict.fromkeys(gone, False), True
         self._news.set()
 
     def take(self) -> tuple[bool, dict[Key, bool]]:
-        """Return whether all have gone first, and then whether each changed key is there. O(1)."""
+        """Return whether all had gone at some moment, and each changed key: is it there? O(1)."""
         with self._lock:
             taken = self._is_cleared, self._changed
             self._is_cleared, self._changed = False, {}
@@ -283,12 +286,12 @@ class IndexedTier(Generic[_Entry]):
         return entry
 
     def _remove_all(self) -> None:
-        """Let no copy be found. O(1)."""
+        """Let no copy be found. O(1), O(copies) where changes are watched."""
+        for watcher in self._watchers:
+            watcher.clear(self._entries)
         self._entries = {}
         self._order.clear()
         self.stats.num_records = 0
-        for watcher in self._watchers:
-            watcher.clear()
 
     def _note_hit(self, key: Key, length: int) -> None:
         """Count a copy of `length` bytes that is returned, as the one used last."""

@@ -9,9 +9,10 @@ One event of kvcore is one event of the format, with these fields:
                     say all: what `MARK_ITEMS` and `MARK_NAMESPACE` announce, for our own index
     group_idx       the layer group, and under `kv_cache_spec_kind` what it sees
 
-A run contains its namespace, so published blocks are not remembered. Content with a
-salt is left out unless the salt may be published: a reader could test prompts against its hashes.
-The hashes of omitted contents are remembered, so that their removal is omitted too.
+Copies in tiers are told by block hash alone, with their medium: their tokens were told when the
+cache stored them. A run contains its namespace, so published blocks are not remembered. Content
+with a salt is left out unless the salt may be published: a reader could test prompts against its
+hashes. The hashes of omitted contents are remembered, so that their removal is omitted too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import struct
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvcore import (
@@ -52,6 +54,21 @@ MARK_ITEMS: Final = b"KVI1"
 
 _DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
 _ITEM_HEAD: Final = struct.Struct("<IQIBI")  # before its content: block-hashes.md
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesChanged:
+    """Copies came to a tier and went from it; a publisher sends it among its manager's events.
+
+    Attributes:
+        medium: of the tier.
+        changed: by layer group and block hash, whether there is a copy now.
+        is_salted: of these contents the ones whose namespace has a salt.
+    """
+
+    medium: str
+    changed: Mapping[tuple[int, BlockHash], bool]
+    is_salted: frozenset[tuple[int, BlockHash]]
 
 
 class Encoder:
@@ -96,7 +113,7 @@ class Encoder:
         self._clock = clock
         self._left_out: set[tuple[int, BlockHash]] = set()
 
-    def batch(self, events: Iterable[Event]) -> bytes | None:
+    def batch(self, events: Iterable[Event | CopiesChanged]) -> bytes | None:
         """Return events as a payload, or None if none of them is published. O(their tokens).
 
         Raises:
@@ -108,6 +125,8 @@ class Encoder:
                 told += self._stored(event)
             elif isinstance(event, BlocksRemoved):
                 told += self._removed(event)
+            elif isinstance(event, CopiesChanged):
+                told += self._copies(event)
             elif isinstance(event, EventsLost):
                 raise InvalidArgumentError(f"events: wanted all of them, {event.number} were lost")
             else:
@@ -115,13 +134,29 @@ class Encoder:
                 told.append(Cleared())
         return encode(self._clock(), told, self._rank, self._form) if told else None
 
-    def snapshot(self, snapshot: Snapshot) -> bytes:
-        """Return a snapshot as a payload that clears the index before. O(contents)."""
+    def snapshot(self, snapshot: Snapshot, copies: Iterable[CopiesChanged] = ()) -> bytes:
+        """Return a snapshot as a payload that clears the index before. O(contents + copies)."""
         self._left_out.clear()
         told: list[WireEvent] = [Cleared()]
         for run in snapshot.stored:
             told += self._stored(run)
+        for each in copies:
+            told += self._copies(each)
         return encode(self._clock(), told, self._rank, self._form)
+
+    def _copies(self, event: CopiesChanged) -> Iterator[WireEvent]:
+        """Tell what a tier has, an event for each layer group, as vLLM does: hashes alone."""
+        hidden = frozenset() if self._publish_salted else event.is_salted
+        told: dict[tuple[bool, int], list[BlockHash]] = {}
+        for (group, name), is_there in event.changed.items():
+            if (group, name) not in hidden:
+                told.setdefault((is_there, group), []).append(name)
+        for (is_there, group), names in told.items():
+            hashes = self._spell(names)
+            if is_there:
+                yield Stored(hashes, None, [], 0, medium=event.medium, group_idx=group)
+            else:
+                yield Removed(hashes, event.medium, group)
 
     def _stored(self, run: BlocksStored) -> list[WireEvent]:
         plain = run.namespace_key == _DEFAULT_KEY

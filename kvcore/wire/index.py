@@ -5,8 +5,12 @@ has one bit for each publisher that holds it. So a question is answered by compa
 walk for all publishers. A block hash only tells which node an event refers to: a wrong event can
 cost speed, but never produces a match that the tokens do not have.
 
+A copy in a tier (medium "CPU" or "STORAGE") counts as held like a block of the cache: what has
+left the cache stays in the tree while a tier has it. Its tokens were told with the block; a copy
+that was told without them waits until they are.
+
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
-that), those with a sliding window and those with recurrent states, on the GPU. What everything
+that), those with a sliding window and those with recurrent states. What everything
 follows is held with it; a window holds what it holds, and a prefix can be served if all is there
 that can be seen from its end; a state is found as a window of one token. What a chunk still holds
 is not indexed, so for a model with chunks the answer is the longest prefix that its cache may
@@ -60,7 +64,8 @@ STATE_KIND: Final = "mamba"
 INDEXED_KINDS: Final = FULL_KINDS | WINDOW_KINDS | {STATE_KIND}
 """The kinds of layer groups whose blocks are indexed."""
 
-_MEDIA: Final = frozenset({None, "GPU"})
+_MEDIA: Final = {None: 1, "GPU": 1, "CPU": 2, "STORAGE": 4, "DISK": 4}
+_CACHE: Final = 1
 _EXTRA_KEYS: Final = msgspec.msgpack.Encoder()
 
 
@@ -73,7 +78,7 @@ class IndexStats:
         num_contents: different contents, each counted once.
         num_held: contents, counted for each publisher and group that holds them.
         num_orphans: blocks ignored because their parent was never published.
-        num_passed_over: events ignored: other media, or groups that are not indexed.
+        num_passed_over: events ignored: unknown media, or groups that are not indexed.
     """
 
     num_publishers: int
@@ -165,9 +170,10 @@ class _Publisher:
         step: what the blocks of all groups divide.
         apart: what groups with a window hold.
         aliases: nodes by hashes that other publishers use differently, or by a second hash.
+        copies: where what is in tiers is, by layer group and hash: bits of `_MEDIA`.
     """
 
-    __slots__ = ("aliases", "apart", "bits", "groups", "mask", "step")
+    __slots__ = ("aliases", "apart", "bits", "copies", "groups", "mask", "step")
 
     def __init__(self) -> None:
         self.aliases: dict[WireHash, _Node] = {}
@@ -175,7 +181,8 @@ class _Publisher:
         self.begin()
 
     def begin(self) -> None:
-        """Have no groups. O(1)."""
+        """Have no groups and no copies. O(1)."""
+        self.copies: dict[tuple[int | None, WireHash], int] = {}
         self.bits: dict[int | None, int] = {}
         self.mask = 0
         self.groups: tuple[_Group, ...] = ()
@@ -283,6 +290,8 @@ class Index:
             self._clear(known)
         elif event.medium not in _MEDIA:
             self._num_passed_over += 1
+        elif _MEDIA[event.medium] != _CACHE:
+            self._apply_copies(known, event, _MEDIA[event.medium])
         elif isinstance(event, Stored):
             kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window or 0
             if kind in FULL_KINDS:
@@ -323,12 +332,39 @@ class Index:
                 else:
                     known.aliases[name] = child
             if not child.holders & bit:
-                self._num_contents += not child.holders
-                child.holders |= bit
-                self._num_held += 1
-                if is_apart:
-                    known.apart.add(child)
+                self._hold(known, child, bit)
             node = child
+        if known.copies:
+            for place in {(event.group_idx, name) for name in event.block_hashes} & {*known.copies}:
+                known.copies[place] |= _CACHE
+
+    def _hold(self, known: _Publisher, node: _Node, bit: int) -> None:
+        self._num_contents += not node.holders
+        node.holders |= bit
+        self._num_held += 1
+        if bit & self._windows:
+            known.apart.add(node)
+
+    def _apply_copies(self, known: _Publisher, event: Stored | Removed, medium: int) -> None:
+        """Note what a tier has, or has no longer; what the cache has as well stays either way."""
+        bit, gone = known.bits.get(event.group_idx, 0), []
+        for name in event.block_hashes:
+            place, node = (event.group_idx, name), self._named(known, name)
+            is_held = node is not None and bool(node.holders & bit)
+            where = known.copies.get(place, _CACHE if is_held else 0)
+            if isinstance(event, Stored):
+                known.copies[place] = where | medium
+                above = None if node is None else node.parent
+                if node is None or above is None or is_held or not bit:
+                    continue
+                if above.parent is None or above.holders & bit or bit & self._windows:
+                    self._hold(known, node, bit)
+            elif where & ~medium & ~_CACHE:
+                known.copies[place] = where & ~medium
+            elif known.copies.pop(place, 0) and not where & _CACHE:
+                gone.append(name)
+        if gone:
+            self._remove(known, bit, Removed(gone, event.medium, event.group_idx))
 
     def _named(self, known: _Publisher, name: WireHash) -> _Node | None:
         """Return the node of a publisher's block hash; None if it is not in the tree."""
@@ -343,6 +379,9 @@ class Index:
         A window looks past what is gone.
         """
         for name in event.block_hashes:
+            if known.copies and (event.group_idx, name) in known.copies:
+                known.copies[event.group_idx, name] &= ~_CACHE
+                continue  # a tier has it
             node = self._named(known, name)
             if node is None:
                 known.aliases.pop(name, None)

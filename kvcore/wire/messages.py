@@ -27,6 +27,9 @@ Form = Literal["map", "array"]
 WireHash = int | bytes
 """A block hash in a message."""
 
+TIERS: Final = frozenset({"CPU", "STORAGE", "DISK"})
+"""The media of tiers behind the cache: host memory, and disk under either name."""
+
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence number after the last batch of a replay."""
 
@@ -43,7 +46,8 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
         token_ids: the tokens of all of them.
         block_size: tokens a block.
         lora_id: a number of the adapter; out of use.
-        medium: where the blocks are, "GPU" or None for the cache itself.
+        medium: where the blocks are: "GPU" or None for the cache itself, else a tier, where there
+            may be no tokens: the hashes are of contents that the cache has stored before.
         lora_name: the adapter.
         extra_keys: for each block what its content depends on beside tokens; None: nothing.
         group_idx: the layer group.
@@ -186,6 +190,8 @@ def _is_sound(event: WireEvent) -> bool:
     if not isinstance(event, Stored):
         return True
     count = len(event.block_hashes)
+    if event.medium in TIERS and not event.token_ids:
+        return event.extra_keys is None
     return (
         event.block_size > 0
         and len(event.token_ids) == count * event.block_size

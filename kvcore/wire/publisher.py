@@ -18,14 +18,24 @@ snapshot takes their place, as the next batch.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self, SupportsIndex
 
-from kvcore import Event, EventsLost, InvalidArgumentError, KVCacheManager, Snapshot
+from kvcore import (
+    AllCleared,
+    BlockHash,
+    Event,
+    EventsLost,
+    InvalidArgumentError,
+    KVCacheManager,
+    Snapshot,
+)
 from kvcore.arguments import as_int
-from kvcore.wire.encoder import Encoder, HashForm
+from kvcore.tiers import Changes, KeepingTier, group_of, is_private
+from kvcore.wire.encoder import CopiesChanged, Encoder, HashForm
 from kvcore.wire.errors import ClosedError, EndpointError
 from kvcore.wire.history import History, Sent
 from kvcore.wire.messages import END, Form, sequence_bytes
@@ -86,6 +96,8 @@ class Publisher:
             snapshot), so that a late reader is answered while the engine is idle.
         transport: gives the sockets, the thread and the clocks; None: those of ZeroMQ and of this
             process.
+        tiers: those behind the manager whose copies are published too; the events of the manager
+            are sha256 then.
 
     Attributes:
         endpoint: where it publishes, with the port that was picked.
@@ -112,6 +124,7 @@ class Publisher:
         replay_bytes: SupportsIndex = REPLAY_BYTES,
         wake: Callable[[], None] | None = None,
         transport: Transport | None = None,
+        tiers: Sequence[KeepingTier] = (),
     ) -> None:
         if manager.events is None:
             raise InvalidArgumentError(
@@ -132,10 +145,12 @@ class Publisher:
             publish_salted=publish_salted, clock=self._transport.time_s,
         )  # fmt: skip
         self._log.take()
-        base = self._encoder.snapshot(manager.snapshot())
+        self._tiers = tuple(tiers)
+        self._copies: list[Changes] = []
+        base = self._encoder.snapshot(*self._snapshot())
         self._history = History(first, kept, base, keep_base=replay is not None and wake is None)
         self._first = first
-        self._queue: deque[tuple[Event, ...] | Snapshot | _Anew] = deque()
+        self._queue: deque[tuple[Event | CopiesChanged, ...] | _Snapshot] = deque()
         self._wake_owner = wake
         self._asking: list[bytes] = []
         self._snapshot_wanted = self._closing = False
@@ -161,7 +176,10 @@ class Publisher:
         """
         if self._closing or not self._transport.is_running:
             raise ClosedError("publish: wanted an open publisher, got one that is closed")
-        events = self._log.take()
+        taken = self._log.take()
+        events: tuple[Event | CopiesChanged, ...] = taken
+        if self._tiers:
+            events += self._copies_after(taken)
         if not events and not self._snapshot_wanted:
             return
         is_full = len(self._queue) >= MAX_WAITING
@@ -170,14 +188,37 @@ class Publisher:
             self._queue = deque()  # the publisher's thread ends the batch that it is at
         if is_full or (events and isinstance(events[0], EventsLost)):
             self._snapshot_wanted = False
-            self._queue.append(_Anew(self._manager.snapshot()))
+            self._queue.append(_Snapshot(*self._snapshot(), is_batch=True))
         else:
             if events:
                 self._queue.append(events)
             if self._snapshot_wanted:
                 self._snapshot_wanted = False
-                self._queue.append(self._manager.snapshot())
+                self._queue.append(_Snapshot(*self._snapshot(), is_batch=False))
         self._transport.wake()
+
+    def _snapshot(self) -> tuple[Snapshot, list[CopiesChanged]]:
+        """Return all that the cache and the tiers have; later changes are told after it."""
+        for tier, changes in zip(self._tiers, self._copies, strict=False):
+            tier.unwatch(changes)
+        self._copies = [tier.watch(threading.Event()) for tier in self._tiers]
+        return self._manager.snapshot(), [*self._take_copies()]
+
+    def _copies_after(self, events: tuple[Event, ...]) -> tuple[CopiesChanged, ...]:
+        """Return what has changed in the tiers; all of it where readers have forgotten all."""
+        if any(isinstance(event, AllCleared) for event in events):
+            _, copies = self._snapshot()
+            return tuple(copies)
+        return tuple(self._take_copies())
+
+    def _take_copies(self) -> Iterator[CopiesChanged]:
+        for tier, changes in zip(self._tiers, self._copies, strict=True):
+            _, changed = changes.take()
+            named = {key: (group_of(key), BlockHash(key[4:])) for key in changed}
+            salted = frozenset([name for key, name in named.items() if is_private(key)])
+            if changed:
+                copies = {name: changed[key] for key, name in named.items()}
+                yield CopiesChanged(tier.medium, copies, salted)
 
     def stats(self) -> PublisherStats:
         """Return what was done so far. O(1)."""
@@ -225,20 +266,19 @@ class Publisher:
             if closing:
                 return
 
-    def _send(self, waiting: tuple[Event, ...] | Snapshot | _Anew) -> None:
-        if isinstance(waiting, Snapshot):
-            self._history.rebase(self._encoder.snapshot(waiting))
+    def _send(self, waiting: tuple[Event | CopiesChanged, ...] | _Snapshot) -> None:
+        if isinstance(waiting, _Snapshot):
+            payload = self._encoder.snapshot(waiting.snapshot, waiting.copies)
             self._num_snapshots += 1
+            if waiting.is_batch:
+                self._out(self._history.add(payload, anew=True))
+            else:
+                self._history.rebase(payload)
             self._answer_all()
             return
-        if isinstance(waiting, _Anew):
-            self._num_snapshots += 1
-            self._out(self._history.add(self._encoder.snapshot(waiting.snapshot), anew=True))
-            self._answer_all()
-            return
-        payload = self._encoder.batch(waiting)
-        if payload is not None:
-            self._out(self._history.add(payload))
+        batch = self._encoder.batch(waiting)
+        if batch is not None:
+            self._out(self._history.add(batch))
 
     def _out(self, sent: Sent) -> None:
         self._num_bytes += len(sent.payload)
@@ -278,7 +318,9 @@ class Publisher:
 
 
 @dataclass(frozen=True, slots=True)
-class _Anew:
-    """A snapshot that is sent as a batch, because events were lost."""
+class _Snapshot:
+    """A snapshot; sent as a batch where events were lost, else kept for those who ask."""
 
     snapshot: Snapshot
+    copies: list[CopiesChanged]
+    is_batch: bool

@@ -26,8 +26,8 @@ from model.control.submission import Retained
 from model.errors import InvalidArgumentError, UsageError, shown
 from model.tiny import DEMO_PROMPTS
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _BESIDE = frozenset(one.name for one in settings_of(SampleOptions))
+_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - _BESIDE
 _INPUTS = {"prompt", "images"}
 _DRAWS = ("top_k", "top_p", "min_p", "seed", "n")
 _CHANGES = (

@@ -131,7 +131,8 @@ class Replica:
 
     def _announce(self, engine: EngineCore, wake: Any) -> Publisher:  # noqa: ANN401  # as Announcer
         where = f"tcp://{ray.util.get_node_ip_address()}:*"
-        self._publisher = Publisher(engine.kv, where, where, wake=wake)
+        tiers = engine.keeping_tiers
+        self._publisher = Publisher(engine.kv, where, where, wake=wake, tiers=tiers)
         return self._publisher
 
 

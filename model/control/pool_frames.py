@@ -23,10 +23,17 @@ from typing import Protocol, TypeAlias
 import kvcore
 from model.control.request import Request
 from model.control.step import SchedulerStats
+from model.control.tier_transfers import TierTransfers
 
 VERSION = 1
 Runs: TypeAlias = "array[int]"
 """Pairs or triples of numbers, each for blocks that follow one another."""
+
+
+def tier_counts(schedule: Schedule) -> dict[str, tuple[int, int]]:
+    """For each tier by its name, the copies that it has, and those that were loaded. O(tiers)."""
+    tiers = () if schedule.tiers is None else schedule.tiers.tiers.tiers
+    return {tier.name: (tier.stats.num_records, tier.stats.num_hits) for tier in tiers}
 
 
 class Schedule(Protocol):
@@ -35,6 +42,11 @@ class Schedule(Protocol):
     @property
     def stats(self) -> SchedulerStats:
         """Its counters."""
+        ...
+
+    @property
+    def tiers(self) -> TierTransfers | None:
+        """The tiers behind its pool; None: there are none."""
         ...
 
     @property
@@ -289,6 +301,8 @@ class PoolFrames:
             "preemptions": stats.num_preemptions,
             "steps": stats.num_steps,
         }
+        for name, (copies, hits) in tier_counts(self._schedule).items():
+            frame.counts |= {f"{name} copies": copies, f"{name} hits": hits}
         self._last = frame
         return frame
 

@@ -95,6 +95,7 @@ class Request:
         namespace: with whom it shares what it computes.
         retain: which ranges of its tokens stay in the cache longer than others.
         boundaries: positions at which the states of recurrent layers are wanted.
+        client: whose it is; the requests of each client take turns with those of others.
         items: multimodal items of its prompt; a cached prefix is shared only with equal ones.
         images: the images that these are; None: what they are is not known here.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
@@ -122,6 +123,7 @@ class Request:
         "_status",
         "_tokens",
         "boundaries",
+        "client",
         "eos_token_ids",
         "error",
         "has_asked_tiers",
@@ -156,6 +158,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         *,
         priority: int = 0,
+        client: str | None = None,
         leader: Request | None = None,
         sample: int = 0,
         namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
@@ -176,6 +179,7 @@ class Request:
         own = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = own.union(params.stop_token_ids)
         self.priority = priority
+        self.client = client
         self.leader = leader
         self.sample = sample
         self.namespace = _checked(namespace)
@@ -186,7 +190,7 @@ class Request:
         for one in self.retain:
             if type(one) is not kvcore.Retention:
                 raise InvalidArgumentError(f"retain: wanted kvcore.Retention, got {shown(one)}")
-        self.order = (0, 0)
+        self.order: tuple[float, int] = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
         self.host_copy: HostCopy | None = None
         self.load: kvcore.Lease | None = None

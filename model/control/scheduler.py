@@ -1,10 +1,11 @@
 """The scheduler: which requests run, and what each step computes.
 
-Requests have an order: by arrival, one level of priority moving a request ahead of the next
-`priority_span` arrivals and no more, so that no stream of others can starve it. Under a budget of
-tokens a step, decodes go first; what is left goes in order to prefills, in pieces (chunked prefill,
-as in Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requests. Blocks are
-taken chunk by chunk, so that a window group never holds more than a window and a chunk.
+Requests have an order, fixed when they arrive: clients take turns (`clients.py`), the requests of
+one go by arrival, and one level of priority moves a request ahead of the next `priority_span`
+arrivals and no more, so that no stream of others can starve it. Under a budget of tokens a step,
+decodes go first; what is left goes in order to prefills, in pieces (chunked prefill, as in
+Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requests. Blocks are taken
+chunk by chunk, so that a window group never holds more than a window and a chunk.
 
 Where a running request finds no block, the last in order is preempted (recomputation or swapping,
 as in vLLM, Kwon et al. 2023, arXiv:2309.06180; `admission.py` has the rule); so is a running one
@@ -42,6 +43,7 @@ from operator import attrgetter
 
 import kvcore
 from model.control.admission import Admission
+from model.control.clients import FairOrder
 from model.control.config import SchedulerConfig
 from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import FinishReason, Request, Status
@@ -88,6 +90,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._followers: dict[int, list[Request]] = {}  # by leader: samples of its prompt
         self._num_added = 0
+        self._clients = FairOrder(config.priority_span)
         self._keeps_time = kv.stats().lifetimes is not None  # or blocks are kept for some steps
         self._budget = 0
         self._planned: dict[int, Chunk] = {}
@@ -98,6 +101,11 @@ class Scheduler:
         self._expecting: tuple[Request, ...] = ()  # what the last step samples, unread
         self._read: dict[Request, int] = {}  # tokens that sequences get when the next step advances
         self._drafts: dict[int, tuple[int, ...]] = {}  # draft tokens that it verifies, likewise
+
+    @property
+    def tiers(self) -> TierTransfers | None:
+        """The tiers behind the pool; None: there are none. O(1)."""
+        return self._tiers
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -141,7 +149,7 @@ class Scheduler:
         return min([room, *[edge for edge in edges if edge is not None]])
 
     def add(self, request: Request) -> None:
-        """Queue a new request, behind all others of its priority. O(num_waiting).
+        """Queue a new request, behind all others of its client and priority. O(num_waiting).
 
         Raises:
             InvalidArgumentError: the request is not new, another unfinished one has its id, or its
@@ -155,17 +163,17 @@ class Scheduler:
         if leader is not None and not (
             request.is_led
             and self._unfinished.get(leader.request_id) is leader
-            and (leader.tokens, leader.priority, leader.namespace, leader.items)
-            == (request.tokens, request.priority, request.namespace, request.items)
+            and (leader.tokens, leader.priority, leader.client, leader.namespace, leader.items)
+            == (request.tokens, request.priority, request.client, request.namespace, request.items)
         ):
             raise InvalidArgumentError(
-                f"leader: wanted an unfinished request of the same prompt, priority and namespace "
-                f"that has no token yet, got {leader!r}"
+                f"leader: wanted an unfinished request of the same prompt, priority, client and "
+                f"namespace that has no token yet, got {leader!r}"
             )
         self._check_length(request)
         number = self._num_added
         self._num_added += 1
-        request.order = (number + request.priority * self.config.priority_span, number)
+        request.order = (self._clients.add(request.client, request.priority), number)
         self._unfinished[request.request_id] = request
         self._keeps_time |= any(one.max_steps for one in request.retain)
         if leader is not None:
@@ -194,6 +202,7 @@ class Scheduler:
         if self._unfinished.get(request.request_id) is not request:
             raise InvalidArgumentError(f"request: {request!r} was not added to this scheduler")
         del self._unfinished[request.request_id]
+        self._clients.end(request.client, request.priority, request.order[0])
         self._followers.pop(request.request_id, None)
         for queue in (self._running, self._waiting):
             if request in queue:  # of none, if a plan was broken off while it changed its place
@@ -328,8 +337,7 @@ class Scheduler:
         ]
         if not wanted or not self._budget:
             return
-        proposed = drafter.propose(wanted)
-        for (request, _), drafts in zip(wanted, proposed, strict=True):
+        for (request, _), drafts in zip(wanted, drafter.propose(wanted), strict=True):
             number = request.request_id
             known = self._planned[number].num_tokens
             count = min(len(drafts), self._budget)
@@ -370,9 +378,7 @@ class Scheduler:
         while True:
             has_place = len(self._running) + num_forks < self.config.max_num_seqs
             has_victim = bool(self._running) and request.order < self._running[-1].order
-            if not (has_place or has_victim):
-                return False
-            if not has_victim and self._still_has_no_room(request, num_forks):
+            if not has_victim and (not has_place or self._still_has_no_room(request, num_forks)):
                 return False
             plan = self._admission.plan(request)
             missing = self._admission.num_wanted(plan) - plan.num_free_blocks

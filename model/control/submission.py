@@ -81,9 +81,10 @@ class Submission:
     Attributes:
         prompt: text, or token ids.
         params: its sampling parameters.
-        num_samples: the number of outputs; the prompt is computed once, and each sample is a
-            request of its own.
+        num_samples: the number of outputs; 1: as many as `params.n` says. The prompt is computed
+            once, and each sample is a request of its own.
         priority: lower numbers run first.
+        client: whose request it is; clients take turns (`control/clients.py`).
         namespace: requests share cached prefixes only within a namespace; its `lora_name` is the
             adapter that computes them.
         retain: ranges of its tokens to keep in the prefix cache longer than others.
@@ -103,6 +104,7 @@ class Submission:
     _: KW_ONLY
     num_samples: int = 1
     priority: int = 0
+    client: str | None = None
     namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE
     retain: Sequence[kvcore.Retention] = ()
     boundaries: Sequence[int] = ()
@@ -112,3 +114,5 @@ class Submission:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise InvalidArgumentError(f"num_samples: wanted at least 1, got {self.num_samples}")
+        if self.num_samples == 1:
+            object.__setattr__(self, "num_samples", self.params.n)

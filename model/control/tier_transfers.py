@@ -321,7 +321,7 @@ class TierTransfers:
         self._queues[0].put(partial(self._run, load, self._device.load, self._device.mark()))
         return True
 
-    def give_way(self, order: tuple[int, int]) -> bool:
+    def give_way(self, order: tuple[float, int]) -> bool:
         """Release blocks for a running request: those of stores, or of the last load behind it.
 
         Stores are begun again as far as their contents are still there. O(transfers).

@@ -75,6 +75,12 @@ class Strict(BaseModel):
         return with_few_strangers(given, known, cls.MOST_STRANGERS)
 
 
+class Lenient(Strict):
+    """An object that has other fields too in other implementations; nothing follows from them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 def with_few_strangers(
     given: dict[str, object], known: Collection[str], most: int
 ) -> dict[str, object]:
@@ -116,12 +122,6 @@ def _checked_text(text: str) -> str:
             "text", "input should be text that UTF-8 has: a surrogate stands alone in it"
         ) from error
     return text
-
-
-def kind_of(value: object) -> str:
-    """The tag of an object that says its type, in a union of such; a message may leave it out."""
-    told = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "")
-    return f"a {told}"
 
 
 Text = Annotated[str, AfterValidator(_checked_text)]

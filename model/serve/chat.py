@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request, Response
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
 from model.serve.generation import Asked, EventForm, Form, answer, read, with_warning
-from model.serve.logprobs import LogprobsWriter, quoted
+from model.serve.logprobs import quoted
 from model.serve.protocol import ChatCompletion, ChatRequest
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
@@ -43,17 +43,18 @@ class _Messages(EventForm):
             "id": service.new_id("chatcmpl"), "created": service.now(),
             "model": body.model or service.name,
         }  # fmt: skip
-        super().__init__(body, head, ("chat.completion", "chat.completion.chunk"))
+        super().__init__(body, service, head, ("chat.completion", "chat.completion.chunk"))
         self._num_samples = body.num_samples
         self._readers = readers
-        self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
         self._tells_logprobs = bool(body.logprobs)
 
     def begin(self, stream: TokenStream) -> str:
         said = '"delta":{"role":"assistant","content":""}'
         firsts = [Delta(number, "", (), None) for number in range(self._num_samples)]
+        prompt = self._prompt_ids(stream, 0)
         return "".join(
-            f"{self._begin}{self._plain(each, said, 'null')}{self._end(stream, each)}"
+            f"{self._begin}{self._plain(each, said, 'null', '')}]{prompt}"
+            f"{self._end(stream, each).removeprefix(']')}"
             for each in firsts
         )
 
@@ -61,7 +62,8 @@ class _Messages(EventForm):
         reader = self._readers[delta.sample]
         parts, reason = read(reader, delta)
         said = [f'"delta":{quoted(_delta(part))}' for part in parts]
-        if not said and (self._tells_logprobs or delta.finish_reason is not None):
+        tells_tokens = self._tells_logprobs or self._tells_ids
+        if not said and (tells_tokens or delta.finish_reason is not None):
             said = ['"delta":{}']
         return chain.from_iterable(
             chain(
@@ -79,17 +81,19 @@ class _Messages(EventForm):
             for each in deltas
             for parts, reason in (read(self._readers[each.sample], each),)
         )
-        return self._whole(choices, stream)
+        return self._whole(choices, stream, self._of_prompt(stream, 0))
 
-    def _plain(self, delta: Delta, said: str, reason: str) -> str:
+    @staticmethod
+    def _plain(delta: Delta, said: str, reason: str, ids: str) -> str:
         """A choice without log-probabilities."""
-        return f'{{"index":{delta.sample},{said},"logprobs":null,"finish_reason":{reason}}}'
+        return f'{{"index":{delta.sample},{said},"logprobs":null,"finish_reason":{reason}{ids}}}'
 
     def _choice(self, delta: Delta, said: str, reason: str) -> Iterator[str]:
+        ids = self._ids(delta)
         if not self._tells_logprobs:
-            yield self._plain(delta, said, reason)
+            yield self._plain(delta, said, reason, ids)
             return
-        yield f'{{"index":{delta.sample},{said},"finish_reason":{reason},"logprobs":'
+        yield f'{{"index":{delta.sample},{said},"finish_reason":{reason}{ids},"logprobs":'
         yield from self._writer.of_chat(delta.tokens)
         yield "}"
 

@@ -12,7 +12,7 @@ from model.control.request import FinishReason, SampledToken
 from model.errors import InvalidArgumentError
 from model.serve.errors import api_error
 from model.serve.generation import Asked, EventForm, answer, reason_json, with_warning
-from model.serve.logprobs import LogprobsWriter, quoted
+from model.serve.logprobs import quoted
 from model.serve.protocol import Completion, CompletionRequest, Usage
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
@@ -35,13 +35,13 @@ class _Texts(EventForm):
             "id": service.new_id("cmpl"), "created": service.now(),
             "model": body.model or service.name,
         }  # fmt: skip
-        super().__init__(body, head, (kind, kind))
+        super().__init__(body, service, head, (kind, kind))
         self._num_samples = body.num_samples
         self._echoes = list(echoes)
         self._echoed: set[int] = set()
-        self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
         self._tells_logprobs = body.logprobs is not None
         self._drops_output = body.max_tokens == 0
+        self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}  # of each sample: characters of its tokens so far
 
     def begin(self, stream: TokenStream) -> str:
@@ -49,32 +49,31 @@ class _Texts(EventForm):
         return ""
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
-        delta = self._with_prompt(delta, stream)
-        reason, text = reason_json(delta), delta.text
-        end = self._end(stream, delta)
-        if self._tells_logprobs:
-            return chain((self._begin,), self._choice(delta, text, reason), (end,))
-        if text or delta.finish_reason is not None:
-            return (f"{self._begin}{self._plain(delta, text, reason)}{end}",)
-        return ()
+        told = self._with_prompt(delta, stream)
+        if not (self._tells_logprobs or self._tells_ids or told.text or told.finish_reason):
+            return ()
+        beside = self._ids(delta)
+        if self._tells_ids and delta.sample not in self._begun:
+            self._begun.add(delta.sample)
+            beside += self._prompt_ids(stream, delta.sample)
+        return chain((self._begin,), self._choice(told, beside), (self._end(stream, told),))
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
-        told = (self._with_prompt(each, stream) for each in deltas)
-        choices = (self._choice(each, each.text, reason_json(each)) for each in told)
-        return self._whole(choices, stream)
+        def choice(delta: Delta) -> Iterator[str]:
+            beside = chain((self._ids(delta),), self._of_prompt(stream, delta.sample))
+            return self._choice(self._with_prompt(delta, stream), beside)
 
-    def _plain(self, delta: Delta, text: str, reason: str) -> str:
-        """A choice without log-probabilities."""
-        return (
-            f'{{"index":{delta.sample},"text":{quoted(text)},"logprobs":null,'
-            f'"finish_reason":{reason}}}'
-        )
+        return self._whole(map(choice, deltas), stream)
 
-    def _choice(self, delta: Delta, text: str, reason: str) -> Iterator[str]:
+    def _choice(self, delta: Delta, beside: Iterable[str]) -> Iterator[str]:
+        """A choice, with further fields, in parts."""
+        reason, text = reason_json(delta), quoted(delta.text)
+        yield f'{{"index":{delta.sample},"text":{text},"finish_reason":{reason}'
+        yield from beside
+        yield ',"logprobs":'
         if not self._tells_logprobs:
-            yield self._plain(delta, text, reason)
+            yield "null}"
             return
-        yield f'{{"index":{delta.sample},"text":{quoted(text)},"finish_reason":{reason},"logprobs":'
         offset = self._offsets.get(delta.sample, 0)
         yield from self._writer.of_completion(delta.tokens, offset)
         self._offsets[delta.sample] = offset + self._writer.length(delta.tokens)

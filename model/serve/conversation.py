@@ -132,13 +132,17 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
     return told
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much the model reasons."""
+
+
 class ConversationOptions(Strict):
     """How a conversation becomes a prompt."""
 
     tools: Many[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

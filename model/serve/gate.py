@@ -47,6 +47,14 @@ def ids() -> Iterator[str]:
     return map(f"{secrets.token_hex(12)}{{:08x}}".format, itertools.count())
 
 
+def given_key(headers: Headers) -> str:
+    """The key that a request shows, as OpenAI's clients or Anthropic's send it; empty: none."""
+    scheme, _, key = headers.get(
+        "authorization", f"bearer {headers.get('x-api-key', '')}"
+    ).partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
 class Gate:
     """An application before the application.
 
@@ -94,14 +102,9 @@ class Gate:
         )
 
     def _has_key(self, headers: Headers) -> bool:
-        given = headers.get("authorization")
-        if given is None:  # as Anthropic's clients send it
-            given = f"bearer {headers.get('x-api-key', '')}"
-        scheme, _, key = given.partition(" ")
-        shown = key.strip().encode("latin-1", "replace")
+        shown = given_key(headers).encode("latin-1", "replace")
         # All keys are compared, so that the time says nothing.
-        same = sum([hmac.compare_digest(shown, one) for one in self._keys])
-        return same > 0 and shown != b"" and scheme.lower() == "bearer"
+        return sum([hmac.compare_digest(shown, one) for one in self._keys]) > 0 and shown != b""
 
 
 class _Body:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request, Response
@@ -27,7 +28,8 @@ from model.control.request import FinishReason
 from model.control.submission import Submission
 from model.errors import ModelError
 from model.serve.errors import ApiError, api_error
-from model.serve.logprobs import ENTRY_BYTES, num_entries, quoted
+from model.serve.gate import given_key
+from model.serve.logprobs import ENTRY_BYTES, LogprobsWriter, num_entries, quoted
 from model.serve.protocol import GenerationRequest, PromptTokensDetails, Usage
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
@@ -111,18 +113,26 @@ class EventForm:
 
     Args:
         body: what was asked.
+        service: who is asked.
         head: the fields that answers and events begin with.
         kinds: the name of an answer's object, and of an event's.
     """
 
     def __init__(
-        self, body: GenerationRequest, head: dict[str, object], kinds: tuple[str, str]
+        self,
+        body: GenerationRequest,
+        service: Service,
+        head: dict[str, object],
+        kinds: tuple[str, str],
     ) -> None:
         answer, event = (quoted({**head, "object": kind})[:-1] for kind in kinds)
         self._begin_whole = f'{answer}, "choices":['
         self._begin = f'data: {event}, "choices":['
         self._includes_usage = body.includes_usage
         self._repeats_usage = body.repeats_usage
+        self._tells_ids = bool(body.return_token_ids)
+        self._scores_prompt = body.prompt_logprobs is not None
+        self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
         self._num_told: dict[int, int] = {}  # tokens of each sample so far
 
     def end(self, stream: TokenStream) -> str:
@@ -154,14 +164,40 @@ class EventForm:
             f'"total_tokens":{prompt + count}}}}}\n\n'
         )
 
-    def _whole(self, choices: Iterable[Iterator[str]], stream: TokenStream) -> Iterator[str]:
-        """An answer of these choices, in parts."""
+    def _ids(self, delta: Delta) -> str:
+        """The field of a piece's token ids, where they were asked for. O(tokens)."""
+        if not self._tells_ids:
+            return ""
+        return f',"token_ids":{quoted([token.token_id for token in delta.tokens])}'
+
+    def _prompt_ids(self, stream: TokenStream, sample: int) -> str:
+        """Likewise, of the tokens of its prompt. O(prompt)."""
+        if not self._tells_ids:
+            return ""
+        return f',"prompt_token_ids":{quoted(stream.samples[sample].request.prompt_tokens)}'
+
+    def _of_prompt(self, stream: TokenStream, sample: int) -> Iterator[str]:
+        """All fields that tell of a prompt, in parts. O(prompt)."""
+        yield self._prompt_ids(stream, sample)
+        if self._scores_prompt:
+            yield ',"prompt_logprobs":'
+            yield from self._writer.of_prompt(stream.samples[sample].request.prompt_logprobs)
+
+    def _whole(
+        self,
+        choices: Iterable[Iterator[str]],
+        stream: TokenStream,
+        beside: Iterable[str] = (),
+    ) -> Iterator[str]:
+        """An answer of these choices, and of fields beside them, in parts."""
         yield self._begin_whole
         for number, choice in enumerate(choices):
             if number:
                 yield ","
             yield from choice
-        yield f'],"usage":{self._usage(stream).model_dump_json()}}}'
+        yield "]"
+        yield from beside
+        yield f',"usage":{self._usage(stream).model_dump_json()}}}'
 
 
 def reason_json(delta: Delta) -> str:
@@ -198,8 +234,10 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
         ApiError: it is refused, or fails before anything was sent.
     """
     _check_logprobs(asked, service)
+    client = _client_by_key(request, service)
+    submissions = [replace(one, client=client or one.client) for one in asked.submissions]
     try:
-        stream = await _submitted(request, service, asked.submissions)
+        stream = await _submitted(request, service, submissions)
     except ModelError as error:
         raise api_error(error, asked.names) from error
     if stream is None:
@@ -222,6 +260,14 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
         if not second:
             return Response(first, media_type="application/json")
         return StreamingResponse(_chained(first, second, parts), media_type="application/json")
+
+
+def _client_by_key(request: Request, service: Service) -> str | None:
+    """Whose request it is, where clients have keys of their own; the gate has checked the key."""
+    if len(service.config.api_keys) < 2:
+        return None
+    key = given_key(request.headers)
+    return f"key {hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
 
 
 async def _submitted(

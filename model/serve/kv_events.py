@@ -35,6 +35,6 @@ def announces(config: ServeConfig) -> Announces | None:
         raise UsageError(str(error)) from error
 
     def announce(engine: "EngineCore", wake: Callable[[], None]) -> Publisher:
-        return Publisher(engine.kv, endpoint, replay, wake=wake)
+        return Publisher(engine.kv, endpoint, replay, wake=wake, tiers=engine.keeping_tiers)
 
     return announce

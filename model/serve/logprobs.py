@@ -78,6 +78,30 @@ class LogprobsWriter:
         yield from _listed(offsets, str, PIECE_ENTRIES)
         yield "}"
 
+    def of_prompt(self, tokens: Sequence[SampledToken]) -> Iterator[str]:
+        """The `prompt_logprobs` of a request, as vLLM has them. O(tokens * tops).
+
+        Args:
+            tokens: of the prompt, without the first, which has no probability.
+        """
+        yield "[null"
+        size = _per_piece(tokens)
+        for begin in range(0, len(tokens), size):
+            yield "".join([f",{self._ranked(one)}" for one in tokens[begin : begin + size]])
+        yield "]"
+
+    def _ranked(self, token: SampledToken) -> str:
+        tops = [(*top, str(rank)) for rank, top in enumerate(token.top_logprobs, 1)]
+        own = (token.token_id, token.logprob, "null")
+        own = next((top for top in tops if top[0] == token.token_id), own)
+        told = [own, *[top for top in tops if top[0] != token.token_id]]
+        entries = [
+            f'"{number}":{{"logprob":{_number(logprob)},"rank":{rank},'
+            f'"decoded_token":{quoted(self._text(number))}}}'
+            for number, logprob, rank in told
+        ]
+        return f"{{{','.join(entries)}}}"
+
     def length(self, tokens: Sequence[SampledToken]) -> int:
         """Characters of the tokens' own texts. O(tokens)."""
         return sum([len(self._text(token.token_id)) for token in tokens])

@@ -8,22 +8,22 @@ Does not know: how a chat is answered (`chat.py`), how an answer is cut into blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, Field
 
 from model.serve.blocks import Block, BlockForm, OtherRequest, event
-from model.serve.bounds import Many, Strict, Text, kind_of
+from model.serve.bounds import Lenient, Many, Text
 from model.serve.chat import converse
 from model.serve.errors import ApiError
 from model.serve.generation import usage
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest
 from model.serve.service import Service
-from model.serve.tools import Name
+from model.serve.tools import Name, earlier_call
 from model.token_stream import TokenStream
 
 if TYPE_CHECKING:  # it loads Transformers
@@ -33,91 +33,61 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _FIELDS = {"stop": "stop_sequences", "response_format": "output_config"}
 
 
-class _Lenient(Strict):
-    """Blocks have fields, such as `cache_control`, from which nothing follows here."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class TextBlock(_Lenient):
+class TextBlock(Lenient):
     """Text."""
 
     type: Literal["text"]
     text: Text
 
 
-class ThinkingBlock(_Lenient):
-    """Reasoning of an earlier answer."""
+class ContentBlock(Lenient):
+    """Text, reasoning of an earlier answer, a call, or what came of one."""
 
-    type: Literal["thinking"]
-    thinking: Text
-
-
-class ToolUseBlock(_Lenient):
-    """A call in an earlier answer."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: Name
-    input: dict[str, Any]
-
-
-class ToolResultBlock(_Lenient):
-    """What came of a call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: Text = ""
+    thinking: Text = ""
+    id: str | None = None
+    name: Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
     content: Text | Many[TextBlock] | None = None
 
 
-AnyBlock = Annotated[
-    Annotated[TextBlock, Tag("a text")]
-    | Annotated[ThinkingBlock, Tag("a thinking")]
-    | Annotated[ToolUseBlock, Tag("a tool_use")]
-    | Annotated[ToolResultBlock, Tag("a tool_result")],
-    Discriminator(
-        kind_of,
-        custom_error_type="block_type",
-        custom_error_message="input should be a block of type text, thinking, tool_use or "
-        "tool_result",
-    ),
-]
-
-
-class Turn(_Lenient):
+class Turn(Lenient):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | Many[AnyBlock]
+    content: Text | Many[ContentBlock]
 
-    def translated(self) -> Iterator[dict[str, object]]:
-        """It as messages of a chat: what came of calls first. O(content)."""
-        blocks = self.content
-        if isinstance(blocks, str):
-            yield {"role": self.role, "content": blocks}
-            return
-        for block in blocks:
-            if isinstance(block, ToolResultBlock):
-                told = _joined(block.content or "")
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": told}
-        texts = [block for block in blocks if isinstance(block, TextBlock)]
-        thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-        calls = [
-            {"id": block.id, "function": {"name": block.name, "arguments": quoted(block.input)}}
-            for block in blocks
-            if isinstance(block, ToolUseBlock)
-        ]
-        if not (texts or thoughts or calls) and blocks:
-            return
-        message: dict[str, object] = {"role": self.role, "content": _joined(texts)}
-        if thoughts:
-            message["reasoning_content"] = "".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-        yield message
+    def translated(self, place: str) -> list[dict[str, object]]:
+        """It as messages of a chat: what came of calls first. O(content).
+
+        Raises:
+            ApiError: a call has no name; `place` names the message.
+        """
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        told: list[dict[str, object]] = []
+        said: dict[str, Any] = {"role": self.role, "content": ""}
+        is_said = not self.content
+        for number, block in enumerate(self.content):
+            if block.type == "tool_result":
+                output = _joined(block.content or "")
+                told.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": output})
+                continue
+            is_said = True
+            said["content"] += block.text
+            if block.thinking:
+                said["reasoning_content"] = said.get("reasoning_content", "") + block.thinking
+            if block.type == "tool_use":
+                made = earlier_call(
+                    block.id, block.name, quoted(block.input or {}), f"{place}.content.{number}"
+                )
+                said.setdefault("tool_calls", []).append(made)
+        return [*told, said] if is_said else told
 
 
-class CustomTool(_Lenient):
+class CustomTool(Lenient):
     """A tool."""
 
     type: Literal["custom"] | None = None
@@ -126,7 +96,7 @@ class CustomTool(_Lenient):
     input_schema: dict[str, Any]
 
 
-class ToolChoice(_Lenient):
+class ToolChoice(Lenient):
     """Which tool is called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -134,20 +104,20 @@ class ToolChoice(_Lenient):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Lenient):
+class Thinking(Lenient):
     """Whether the model reasons."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(_Lenient):
+class OutputFormat(Lenient):
     """What an answer must be."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Lenient):
+class OutputConfig(Lenient):
     """How much the model reasons, and what its answer must be."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -171,7 +141,11 @@ class CountRequest(OtherRequest):
 
     def translated(self) -> dict[str, object]:
         """It as the fields of a chat. O(messages)."""
-        messages = [one for turn in self.messages for one in turn.translated()]
+        messages = [
+            one
+            for place, turn in enumerate(self.messages)
+            for one in turn.translated(f"messages.{place}")
+        ]
         if self.system:
             messages.insert(0, {"role": "system", "content": _joined(self.system)})
         fields: dict[str, object] = {"model": self.model, "messages": messages}
@@ -202,6 +176,12 @@ class CountRequest(OtherRequest):
         return fields
 
 
+class Metadata(Lenient):
+    """Whose request it is."""
+
+    user_id: Text | None = None
+
+
 class MessagesRequest(CountRequest):
     """`POST /v1/messages`."""
 
@@ -211,12 +191,13 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
 
     def translated(self) -> dict[str, object]:
         """It as the fields of a chat. O(messages)."""
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         more = {name: getattr(self, name) for name in names}
+        more["user"] = self.metadata and self.metadata.user_id
         return {**super().translated(), **more, "stop": self.stop_sequences}
 
 

@@ -120,7 +120,7 @@ class StructuredOutputs(Strict):
 
 _UNSUPPORTED_ANYWHERE: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (), "bad_words": ([],), "truncate_prompt_tokens": (), "documents": ([],),
-    "prompt_logprobs": (), "prompt_embeds": (), "use_beam_search": (False,), "chat_template": (),
+    "prompt_embeds": (), "use_beam_search": (False,), "chat_template": (),
     "include_stop_str_in_output": (False,), "lora_request": (),
 }  # fmt: skip
 """Fields of vLLM's that change an answer: these values alone change nothing."""
@@ -164,6 +164,8 @@ class GenerationRequest(Strict):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -176,8 +178,8 @@ class GenerationRequest(Strict):
     guided_regex: Text | None = None
     guided_choice: Many[Text] | None = None
     guided_grammar: Text | None = None
+    user: Text | None = None
     # Taken, and nothing follows from them.
-    user: str | None = None
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -235,6 +237,7 @@ class GenerationRequest(Strict):
             params,
             num_samples=self.num_samples,
             priority=self.priority or 0,
+            client=self.user,
             namespace=salted(self.cache_salt or "", lora_name),
             retain=self.retentions,
         )
@@ -293,6 +296,11 @@ class GenerationRequest(Strict):
             raise ApiError(
                 400, "stream_options: allowed only with stream=true", param="stream_options"
             )
+        if self.prompt_logprobs is not None and (self.stream or getattr(self, "echo", None)):
+            raise ApiError(
+                400, "prompt_logprobs: cannot be combined with stream or echo",
+                param="prompt_logprobs",
+            )  # fmt: skip
         if self.priority is not None and abs(self.priority) >= 1 << 31:
             raise ApiError(
                 400, f"priority: wanted a 32-bit integer, got {self.priority}", param="priority"
@@ -331,7 +339,7 @@ class GenerationRequest(Strict):
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
             "logprobs": logprobs,
-            "prompt_logprobs": logprobs if scores_prompt else None,
+            "prompt_logprobs": logprobs if scores_prompt else self.prompt_logprobs,
             "grammar": self.grammar,
         }
         said = {name: value for name, value in given.items() if value is not None}

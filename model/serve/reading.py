@@ -121,7 +121,10 @@ class Reading:
         text = self._decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
         if len(prompt) > _END_TOKENS and not template.start_anchor_re.search(text):
             text = self._decode(prompt, skip_special_tokens=False)
-        return Form(template, tools, None, most_calls, template.truncate_past_last_anchor(text))
+        begun = ""  # without white space, which the parser would hold back until the answer comes
+        if template.start_anchor_re.search(text):
+            begun = template.truncate_past_last_anchor(text).rstrip()
+        return Form(template, tools, None, most_calls, begun)
 
     @staticmethod
     def open(form: Form, new_id: Callable[[], str]) -> "Reader":

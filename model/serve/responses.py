@@ -15,16 +15,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Field
 
 from model.serve.blocks import Block, BlockForm, OtherRequest, event
-from model.serve.bounds import Many, Strict, Text, kind_of
+from model.serve.bounds import Lenient, Many, Text
 from model.serve.chat import converse
+from model.serve.conversation import Effort
 from model.serve.errors import ApiError
 from model.serve.generation import usage
-from model.serve.protocol import ChatRequest
+from model.serve.protocol import ChatRequest, JsonSchema
 from model.serve.service import Service
-from model.serve.tools import Mode, Name, arguments_of
+from model.serve.tools import Mode, Name, earlier_call
 from model.token_stream import TokenStream
 
 if TYPE_CHECKING:  # it loads Transformers
@@ -35,81 +36,30 @@ _FIELDS = {
 }  # fmt: skip
 
 
-class _Lenient(Strict):
-    """Items of earlier answers have fields from which nothing follows here."""
+class Part(Lenient):
+    """A piece of a message, of reasoning or of what came of a call."""
 
-    model_config = ConfigDict(extra="ignore")
-
-
-class TextPart(_Lenient):
-    """A piece of a message, or of reasoning."""
-
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: Text
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    text: Text = ""
+    refusal: Text = ""
 
 
-class RefusalPart(_Lenient):
-    """A refusal of an earlier answer."""
-
-    type: Literal["refusal"]
-    refusal: Text
-
-    @property
-    def text(self) -> str:
-        """What it says. O(1)."""
-        return self.refusal
+_Parts = Text | Many[Part]
 
 
-_Parts = Text | Many[TextPart | RefusalPart]
+class Item(Lenient):
+    """A message, reasoning, a call, or what came of one."""
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: _Parts | None = None
+    call_id: str | None = None
+    name: Name | None = None
+    arguments: Text = ""
+    output: _Parts = ""
 
 
-class MessageItem(_Lenient):
-    """A message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Parts
-
-
-class CallItem(_Lenient):
-    """A call in an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: Name
-    arguments: Text
-
-
-class CallOutputItem(_Lenient):
-    """What came of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: _Parts
-
-
-class ReasoningItem(_Lenient):
-    """Reasoning of an earlier answer."""
-
-    type: Literal["reasoning"]
-    content: Many[TextPart] | None = None
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("a message")]
-    | Annotated[CallItem, Tag("a function_call")]
-    | Annotated[CallOutputItem, Tag("a function_call_output")]
-    | Annotated[ReasoningItem, Tag("a reasoning")],
-    Discriminator(
-        kind_of,
-        custom_error_type="item_type",
-        custom_error_message="input should be an item of type message, function_call, "
-        "function_call_output or reasoning",
-    ),
-]
-
-
-class FunctionTool(_Lenient):
+class FlatTool(Lenient):
     """A tool."""
 
     type: Literal["function"]
@@ -119,31 +69,29 @@ class FunctionTool(_Lenient):
     strict: bool | None = None
 
 
-class ChosenFunction(_Lenient):
-    """The function that must be called."""
+class ChosenFlatTool(Lenient):
+    """The tool that must be called."""
 
     type: Literal["function"]
     name: Name
 
 
-class TextFormat(_Lenient):
+class TextFormat(JsonSchema):
     """What an answer must be."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextOptions(_Lenient):
+class TextOptions(Lenient):
     """How an answer's text is."""
 
     format: TextFormat | None = None
 
 
-class Reasoning(_Lenient):
+class ReasoningOptions(Lenient):
     """How much the model reasons."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
 
 
 class ResponsesRequest(OtherRequest):
@@ -157,15 +105,16 @@ class ResponsesRequest(OtherRequest):
     model: str | None = None
     input: Text | Annotated[Many[Item], Field(min_length=1)]
     instructions: Text | None = None
-    tools: Many[FunctionTool] | None = None
-    tool_choice: Mode | ChosenFunction | None = None
+    tools: Many[FlatTool] | None = None
+    tool_choice: Mode | ChosenFlatTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
+    user: Text | None = None
     # Taken, and nothing follows from them, or refused unless they ask for nothing.
     store: bool | None = None
     include: Many[str] | None = None
@@ -185,28 +134,21 @@ class ResponsesRequest(OtherRequest):
         Raises:
             ApiError: the arguments of a call are no JSON object.
         """
-        names = ("model", "parallel_tool_calls", "temperature", "top_p", "stream")
+        names = ("model", "parallel_tool_calls", "temperature", "top_p", "stream", "user")
         fields = {name: getattr(self, name) for name in names}
-        fields["messages"] = self._messages()
-        fields["max_tokens"] = self.max_output_tokens
         if self.tools is not None:
-            fields["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})}
-                for tool in self.tools
-            ]
+            fields["tools"] = [_function(tool) for tool in self.tools]
+        wanted = self.text and self.text.format
+        if wanted:
+            schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+            fields["response_format"] = {"type": wanted.type, "json_schema": schema or None}
         choice = self.tool_choice
-        if isinstance(choice, ChosenFunction):
-            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        else:
-            fields["tool_choice"] = choice
-        wanted = None if self.text is None else self.text.format
-        if wanted is not None:
-            fields["response_format"] = {"type": wanted.type}
-            if wanted.type == "json_schema":
-                fields["response_format"]["json_schema"] = {"schema": wanted.schema_}
-        if self.reasoning is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
-        return fields
+        fields["tool_choice"] = _function(choice) if isinstance(choice, ChosenFlatTool) else choice
+        return fields | {
+            "messages": self._messages(),
+            "max_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+        }
 
     def _messages(self) -> list[dict[str, Any]]:
         """The items as messages: what the assistant said in one turn is one."""
@@ -216,35 +158,32 @@ class ResponsesRequest(OtherRequest):
         if isinstance(self.input, str):
             return [*told, {"role": "user", "content": self.input}]
         for place, item in enumerate(self.input):
-            match item:
-                case CallOutputItem():
-                    output = _joined(item.output)
-                    told.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-                case CallItem():
-                    arguments_of(item.arguments, f"input.{place}.arguments")
-                    function = {"name": item.name, "arguments": item.arguments}
-                    calls = _said_by_assistant(told).setdefault("tool_calls", [])
-                    calls.append({"id": item.call_id, "function": function})
-                case ReasoningItem():
-                    turn = _said_by_assistant(told)
-                    text = _joined(item.content or [])
-                    turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-                case MessageItem(role="assistant"):
-                    _said_by_assistant(told)["content"] += _joined(item.content)
-                case MessageItem():
-                    told.append({"role": item.role, "content": _joined(item.content)})
+            text = _joined(item.content or "")
+            if item.type == "function_call_output":
+                output = _joined(item.output)
+                told.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            elif item.type == "message" and item.role != "assistant":
+                told.append({"role": item.role, "content": text})
+            else:
+                if not told or told[-1]["role"] != "assistant":
+                    told.append({"role": "assistant", "content": ""})
+                turn = told[-1]
+                if item.type == "function_call":
+                    made = earlier_call(item.call_id, item.name, item.arguments, f"input.{place}")
+                    turn.setdefault("tool_calls", []).append(made)
+                else:
+                    name = "content" if item.type == "message" else "reasoning_content"
+                    turn[name] = turn.get(name, "") + text
         return told
 
 
-def _said_by_assistant(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the assistant's next item belongs to."""
-    if not told or told[-1]["role"] != "assistant":
-        told.append({"role": "assistant", "content": ""})
-    return told[-1]
+def _function(flat: FlatTool | ChosenFlatTool) -> dict[str, object]:
+    """A function as a chat has it."""
+    return {"type": "function", "function": flat.model_dump(exclude={"type"})}
 
 
-def _joined(parts: str | Sequence[TextPart | RefusalPart]) -> str:
-    return parts if isinstance(parts, str) else "".join([part.text for part in parts])
+def _joined(parts: str | Sequence[Part]) -> str:
+    return parts if isinstance(parts, str) else "".join([p.text or p.refusal for p in parts])
 
 
 class _Answer(BlockForm):

@@ -25,6 +25,9 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Mode = Literal["none", "auto", "required"]
 """Whether tools are called: never, as the model likes, or at least one."""
 
+MAX_CALLS = 16
+"""The most calls of an answer that has to call tools: a weak model might never stop."""
+
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -100,6 +103,20 @@ def arguments_of(text: str, field: str) -> dict[str, object]:
     return found
 
 
+def earlier_call(
+    call_id: str | None, name: str | None, arguments: str, place: str
+) -> dict[str, object]:
+    """A call of an earlier answer, as a chat has it. O(arguments).
+
+    Raises:
+        ApiError: it has no name, or its arguments are no JSON object; `place` names it.
+    """
+    if name is None:
+        raise ApiError(400, f"{place}.name: missing", param=f"{place}.name")
+    arguments_of(arguments, f"{place}.arguments")
+    return {"id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
 def call_grammar(tools: Sequence[Tool], name: str | None, *, is_parallel: bool) -> Grammar:
     """What an answer must be that calls tools. O(schemas).
 
@@ -107,7 +124,7 @@ def call_grammar(tools: Sequence[Tool], name: str | None, *, is_parallel: bool) 
         tools: those on offer.
         name: of the one that must be called, whose arguments are the answer; None: the answer is a
             list of calls.
-        is_parallel: whether the list may have several.
+        is_parallel: whether the list may have several, at most `MAX_CALLS`.
     """
     if name is not None:
         [schema] = [_schema(tool) for tool in tools if tool.function.name == name][:1]
@@ -117,7 +134,7 @@ def call_grammar(tools: Sequence[Tool], name: str | None, *, is_parallel: bool) 
         begin = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
         calls.append(f'{begin} args{number} "}}"')
         rules.append(f"args{number}: %json {_schema(tool)}\n")
-    more = ' (", " call)*' if is_parallel else ""
+    more = f' (", " call){{0,{MAX_CALLS - 1}}}' if is_parallel else ""
     return Grammar(
         "lark", f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}\n{"".join(rules)}'
     )

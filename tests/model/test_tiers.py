@@ -1,6 +1,8 @@
 """Host memory and disk behind the engine's cache: the same tokens, found again, whatever fails."""
 
 import errno
+import io
+import json
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from model.control.request import FinishReason
 from model.control.submission import salted
 from model.control.tier_transfers import TransferCosts
 from model.engine import Engine
+from model.trace import write_trace
 from tests.model.networks import build
 from tests.model.recurrent_networks import engine_of
 
@@ -430,6 +433,24 @@ def test_without_tiers_nothing_is_loaded_or_watched():
     code = "import sys, model.engine_core; print('kvcore.tiers' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"
+
+
+def test_a_trace_has_what_each_tier_has_and_what_was_loaded(tmp_path):
+    prompts = [*turns(2, 2)]
+    engine, _ = restarted(tmp_path, prompts, host_memory_bytes=1 << 24)
+    recorder = engine.record()
+    recorder.record_pool(engine.model.codec.decode)
+    run(engine, prompts)
+    engine.end()
+    out = io.StringIO()
+    write_trace(out, recorder)
+    trace = json.loads(out.getvalue())
+    tiers = engine.tiers.tiers.tiers
+    last = trace["kvcore"]["frames"][-2]["counts"]
+    assert {name for name in last if "copies" in name} == {"host copies", "disk copies"}
+    told = [event["args"] for event in trace["traceEvents"] if event["name"] == "copies loaded"]
+    assert told[-1] == {tier.name: tier.stats.num_hits for tier in tiers}
+    assert last["disk hits"] == told[-1]["disk"] > 0
 
 
 @pytest.fixture

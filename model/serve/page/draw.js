@@ -50,10 +50,11 @@ export class PoolMap {
     this.hatches = new Map();
   }
 
-  // `lit`: the requests whose blocks stand out, null: all; `cursor`: a block, its cell has a frame.
-  draw(pool, { lit = null, cursor = -1 } = {}) {
+  // `count`: how many blocks are drawn, from the first; `lit`: the requests whose blocks stand out,
+  // null: all; `cursor`: a block, its cell has a frame.
+  draw(pool, count, { lit = null, cursor = -1 } = {}) {
     const { ink, width, height } = start(this.canvas);
-    this.layout = layMap(pool.head.num_blocks - 1, width, height);
+    this.layout = layMap(count, width, height);
     const { each, cells, size, columns, gap } = this.layout;
     Object.assign(this.canvas.dataset, { each, cells, size, columns });
     const holders = pool.holders();

@@ -51,6 +51,7 @@ function checkFrame(frame, head, before) {
     wanted(isCount(frame.counts[name]), `counts: wanted a number of ${name}`, frame.counts[name]);
   }
   wanted(flat(frame, "begun", 3).every(isId), "begun: wanted ids and numbers", frame.begun);
+  wanted(Object.values(frame.counts).every(isCount), "counts: wanted numbers", frame.counts);
   const labels = flat(frame, "labels", 2);
   wanted(labels.every((one, i) => (i % 2 ? typeof one === "string" : isId(one))),
     "labels: wanted ids and texts", labels);
@@ -93,6 +94,7 @@ function checkTable(table, head) {
 export class Pool {
   constructor(head) {
     this.head = head;
+    this.reach = 0; // the largest block id that was ever held or cached
     this.forget();
   }
 
@@ -150,6 +152,7 @@ export class Pool {
     for (const table of frame.tables ?? []) this.applyTable(table);
     const { cached = [], hits = [] } = frame;
     for (let i = 0; i < cached.length; i += 3) {
+      if (cached[i + 2]) this.reach = Math.max(this.reach, cached[i] + cached[i + 1] - 1);
       for (let id = cached[i]; id < cached[i] + cached[i + 1]; id += 1) {
         this.numCached += cached[i + 2] - this.cached[id];
         this.cached[id] = cached[i + 2];
@@ -171,6 +174,7 @@ export class Pool {
     ids.set(one.tables[group].subarray(0, first));
     let at = first;
     for (let i = 0; i < runs.length; i += 2) {
+      if (runs[i] > 0) this.reach = Math.max(this.reach, runs[i] + runs[i + 1] - 1);
       for (let n = 0; n < runs[i + 1]; n += 1, at += 1) {
         const block = runs[i] === 0 ? 0 : runs[i] + n;
         ids[at] = block;
@@ -256,6 +260,17 @@ export class Recording {
 
   get end() {
     return this.newest.time;
+  }
+
+  // How many blocks a map shows: all that were ever used, rounded up so that it seldom changes.
+  get numShown() {
+    const rounded = 2 ** Math.ceil(Math.log2(Math.max(64, this.newest.reach)));
+    return Math.min(this.head.num_blocks - 1, rounded);
+  }
+
+  // When most blocks are held for the first time.
+  get fullest() {
+    return this.points.reduce((most, one) => (one.used > most.used ? one : most)).t;
   }
 
   push(frame) {

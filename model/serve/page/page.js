@@ -54,7 +54,7 @@ function draw() {
   const pool = recording.at(index);
   const shown = { ...windowShown(), now: seen.time };
   if (seen.at && seen.at.frame !== index) refreshTip(pool, index);
-  map.draw(pool, seen);
+  map.draw(pool, recording.numShown, seen);
   lanes.draw(recording, { ...shown, lit: seen.lit });
   drawChart($("chart"), recording, pool.head.num_blocks - 1, shown);
   drawNumbers(pool);
@@ -87,10 +87,19 @@ function drawNumbers(pool) {
   put("steps", many(counts.steps));
   put("evicted", many(counts.evicted));
   put("preemptions", many(counts.preemptions));
+  const tiers = Object.keys(counts).filter((name) => name.endsWith(" copies"));
+  for (const one of document.querySelectorAll("#numbers .tier")) one.remove();
+  for (const name of tiers) {
+    const tier = name.slice(0, -" copies".length);
+    $("numbers").append(element("div", "tier", element("dt", "", tier), element("dd", "",
+      many(counts[name]), element("small", "", `${many(counts[`${tier} hits`] ?? 0)} loaded`))));
+  }
   const { each } = map.layout;
+  const { numShown } = seen.recording;
   const sizes = pool.head.groups.map((one) => one.block_size);
   $("about-map").textContent = `${many(usable)} blocks of ${[...new Set(sizes)].join(" and ")} tokens`
-    + (each > 1 ? `, ${many(each)} a cell` : "");
+    + (each > 1 ? `, ${many(each)} a cell` : "")
+    + (numShown < usable ? `; the first ${many(numShown)} are shown, no other was used` : "");
 }
 
 // Tokens a second around the moment that is shown.
@@ -305,7 +314,8 @@ function stepFrames(event) {
 function show(recording, { isLive, about }) {
   play(false);
   fault("");
-  Object.assign(seen, { recording, isLive, time: recording.start, lit: null, cursor: -1, at: null });
+  const time = isLive ? recording.start : recording.fullest;
+  Object.assign(seen, { recording, isLive, time, lit: null, cursor: -1, at: null });
   $("tip").hidden = true;
   follow(isLive);
   $("view").hidden = false;

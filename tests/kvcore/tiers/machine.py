@@ -140,6 +140,7 @@ class TierMachine(RuleBasedStateMachine):
     disk_tier = tiers.DiskTier
     host_tier = tiers.HostTier
     tier_manager = tiers.TierManager
+    record_events = None
 
     @initialize(
         groups=st.sampled_from(GROUPS),
@@ -158,7 +159,9 @@ class TierMachine(RuleBasedStateMachine):
 
     def start(self, weights, capacity):
         self.weights = weights
-        self.kv = kvcore.KVCacheManager(NUM_BLOCKS, SIZE, groups=self.groups)
+        self.kv = kvcore.KVCacheManager(
+            NUM_BLOCKS, SIZE, groups=self.groups, record_events=self.record_events
+        )
         self.memory = Memory(NUM_BLOCKS)
         self.true_payloads = {}
         self.since_clear = self.ever_stored.setdefault(weights, set())

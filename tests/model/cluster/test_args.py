@@ -13,6 +13,7 @@ import pytest
 from model.cli import start
 from model.cluster.args import parse_args
 from model.errors import InvalidArgumentError, UsageError
+from model.forward import lora
 from model.load import loader
 
 _ROOT = Path(__file__).parents[3]
@@ -62,7 +63,8 @@ def test_what_replicas_load_by_name_is_there():
     assert callable(loader.load_codec)
     sources = [path.read_text() for path in (_ROOT / "model/cluster").glob("*.py")]
     named = {name for text in sources for name in re.findall(r'import_module\("(.*?)"\)', text)}
-    assert named == {"model.cli.start", "model.load.loader", "ray.serve"}
+    assert callable(lora.read_versions)
+    assert named == {"model.cli.start", "model.forward.lora", "model.load.loader", "ray.serve"}
 
 
 def test_a_port_in_use_is_one_line_before_ray_is_started():

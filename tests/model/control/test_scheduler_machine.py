@@ -110,9 +110,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = SchedulerConfig(**limits)
         self.scheduler = self.scheduler_type(self.kv, self.config, self.drafter())
         checked_promises(self.scheduler)
+        self.checked_places(self.scheduler._clients)
         self.model = SimulatedModel(self.kv, self.config.long_above)
-        self.requests = []
+        self.requests, self.places = [], {}
         self.first, self.gave_way, self.num_loads = None, set(), 0
+
+    def checked_places(self, order):
+        """A client's first request stands at virtual time, the others behind its last."""
+        add = order.add
+
+        def place_of(client, priority):
+            left = [r for r in self.requests if r.client == client and not r.is_finished]
+            place = add(client, priority)
+            self.place = place - priority * self.config.priority_span
+            if left:
+                assert self.place > max(self.places[request] for request in left)
+            else:
+                assert self.place == order.now
+            return place
+
+        order.add = place_of
 
     def drafter(self):
         """Nothing is guessed."""
@@ -125,14 +142,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), (0,)]),
         priority=st.sampled_from([0, 0, 0, -1, 2]),
         num_samples=st.sampled_from([1, 1, 2, 3]),
+        client=st.sampled_from([None, None, "red", "blue"]),
     )
-    def add(self, text, length, max_tokens, stop, priority, num_samples):
+    def add(self, text, length, max_tokens, stop, priority, num_samples, client=None):
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
         most = peak_alone(self.kv.groups, self.kv.block_size, length + max_tokens - 1)
         leader = None
         for _ in range(num_samples):
             request = Request(
-                len(self.requests), text[:length], params, priority=priority, leader=leader
+                len(self.requests),
+                text[:length],
+                params,
+                priority=priority,
+                client=client,
+                leader=leader,
             )
             try:
                 self.scheduler.add(request)
@@ -143,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return
             assert most <= self.kv.num_usable_blocks
             self.requests.append(request)
+            self.places[request] = self.place
             leader = leader or request
 
     @rule(data=st.data())
@@ -183,10 +207,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(table.block_ids) <= -(-request.num_tokens // table.block_size)
 
     def unfinished(self):
-        """In order: by arrival, a level of priority worth `priority_span` arrivals."""
+        """In order: by place, a level of priority worth `priority_span` arrivals."""
         requests = [request for request in self.requests if not request.is_finished]
         span = self.config.priority_span
-        return sorted(requests, key=lambda r: (r.request_id + r.priority * span, r.request_id))
+        return sorted(requests, key=lambda r: (self.places[r] + r.priority * span, r.request_id))
 
     def check_plan(self, step, before, running):
         planned = [chunk.request for chunk in step.chunks]

@@ -65,6 +65,14 @@ class SortsByPriorityAlone(Scheduler):
         super()._enqueue(request)
 
 
+class RemembersClientsThatHaveLeft(Scheduler):
+    """They take turns with those that are here, and their next request comes late."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._clients.end = lambda *request: None
+
+
 class KeepsNoTokenForTheFirst(Scheduler):
     """Decodes alone use up every step."""
 

@@ -23,6 +23,7 @@ from model import (
     UnsupportedModelError,
 )
 from model.cli.start import start
+from model.control.tier_transfers import TransferCosts
 from model.engine import Engine
 from model.errors import ModelNotFoundError
 from model.forward.draft_model import DraftModel
@@ -456,3 +457,19 @@ def test_another_vocabulary_and_another_folder_are_told(checkpoint):
         with_draft(network(), other)
     with pytest.raises(ModelNotFoundError, match="draft_model: there is no folder"):
         start(str(checkpoint), "numba", "auto", draft_name="./missing/model")
+
+
+def test_a_prompt_from_a_tier_is_guessed_on_like_any_other(tmp_path, monkeypatch):
+    """What is loaded is of the network alone: the draft model computes its own."""
+    monkeypatch.setattr(TransferCosts, "is_worth", lambda *_: True)
+    monkeypatch.setattr(TransferCosts, "deadline_s", lambda *_: 60.0)
+    prompt = [*PROMPT.encode()] * 3
+    wanted = alone().generate([prompt], greedy(12))[0].request.output_tokens
+    for num_loads in (0, 1):
+        engine = make(disk=str(tmp_path))
+        [done] = engine.generate([prompt], greedy(12))
+        assert done.request.output_tokens == wanted
+        engine.end()
+        assert engine.tiers.stats.num_loads == num_loads
+        assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 0
+    assert done.request.num_loaded_tokens == (len(prompt) - 1) // 4 * 4

@@ -35,7 +35,8 @@ def test_what_a_server_has_computed_is_found_by_a_follower(make_engine):
         opened.append(announce(engine, wake))
         return opened[0]
 
-    engine = AsyncEngine(lambda: make_engine(record_events=True), announce=kept)
+    sizes = {"record_events": True, "host_memory_bytes": 1 << 26}
+    engine = AsyncEngine(lambda: make_engine(**sizes), announce=kept)
     with Served(engine, config) as running, httpx.Client(base_url=running.url) as http:
         [publisher] = opened
         source = {"r": wire.Source(publisher.endpoint, publisher.replay)}
@@ -44,6 +45,8 @@ def test_what_a_server_has_computed_is_found_by_a_follower(make_engine):
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
             assert http.post("/v1/completions", json=body, timeout=DEADLINE_S).status_code == 200
             assert until(lambda: follower.match(prompt)) == {"r": 80}
+            copies = follower.index._publishers["r"].copies
+            until(lambda: len(copies) == 5)  # in host memory, though no step runs
             publisher._history._base = None  # as after a long life: the buffer is too short
             publisher._history._kept.clear()
             with wire.Subscriber(source) as late:

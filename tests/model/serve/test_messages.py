@@ -165,7 +165,7 @@ def test_the_last_message_may_begin_the_answer(client):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-         "messages.0.content.0"),
+         "messages.0.content.0.type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -7,8 +7,9 @@ import pytest
 
 from model.serve.protocol import ChatRequest, CompletionRequest
 
-PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DOCS = Path(__file__).parents[3] / "docs" / "how-to"
+PAGE, AGENTS = ((DOCS / name).read_text(encoding="utf-8") for name in ("serve.md", "agents.md"))
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE + AGENTS, re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

@@ -149,7 +149,7 @@ def test_a_turn_goes_back_as_it_came(client):
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
          "input.0.content.0.type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "["}]},

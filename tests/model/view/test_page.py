@@ -240,7 +240,7 @@ def contrast(one, other):
 
 
 def test_a_pool_of_a_million_blocks_is_shown_many_blocks_a_cell(page, trace):
-    counts = trace["kvcore"]["frames"][0]["counts"]
+    counts = trace["kvcore"]["frames"][0]["counts"] | {"disk copies": 1234, "disk hits": 5}
     million = {
         "version": 1, "num_blocks": 1_000_001,
         "groups": [{"kind": "FullAttention", "block_size": 16}],
@@ -257,11 +257,35 @@ def test_a_pool_of_a_million_blocks_is_shown_many_blocks_a_cell(page, trace):
         page.wait_for("document.documentElement.dataset.frame === '0'")
         each = int(page.find("map").get_attribute("data-each"))
         kinds = [kind(colour) for colour in page.run(CELL_COLOURS)]
+        tiers = page.run("return [...document.querySelectorAll('.tier')].map((t) => t.innerText)")
+    assert [" ".join(tier.split()) for tier in tiers] == ["disk 1,2345 loaded"]
     assert each > 100
     assert len(kinds) == -(-1_000_000 // each)
     edges = [name for name, _ in itertools.groupby(kinds)]
     assert edges == ["held", "empty", "cached"]
     assert kinds.count("held") == pytest.approx(300_000 / each, abs=1)
+
+
+def test_a_map_shows_the_blocks_that_were_used_and_opens_where_most_are(page, trace):
+    counts = trace["kvcore"]["frames"][0]["counts"]
+    large = {
+        "version": 1, "num_blocks": 16_385,
+        "groups": [{"kind": "FullAttention", "block_size": 16}],
+        "frames": [
+            {"t": 0, "whole": True, "counts": counts | {"used": 3}, "begun": [0, 9, 0],
+             "status": [0, "running"], "tables": [[0, 0, 0, [1, 3]]], "progress": [0, 48, 48]},
+            {"t": 1, "counts": counts | {"used": 70}, "tables": [[0, 0, 3, [4, 67]]]},
+            {"t": 2, "counts": counts | {"used": 0}, "status": [0, "stop"],
+             "tables": [[0, 0, 0, []]], "cached": [1, 70, 1]},
+        ],
+    }  # fmt: skip
+    with shown({"traceEvents": [], "kvcore": large}) as url:
+        page.open(url)
+        page.wait_for("document.documentElement.dataset.frame === '1'")
+        kinds = [kind(colour) for colour in page.run(CELL_COLOURS)]
+        about = page.find("about-map").text
+    assert kinds == ["held"] * 70 + ["empty"] * 58
+    assert "the first 128 are shown" in about
 
 
 BROKEN = {

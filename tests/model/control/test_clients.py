@@ -1,0 +1,104 @@
+"""Clients take turns: one with hundreds of requests delays only itself."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.control.clients import FairOrder
+from tests.model.control.test_scheduler_order import add, ids, make, run
+
+
+def finish_one(scheduler):
+    """Run until one request ends; its client."""
+    before = scheduler.unfinished
+    while len(scheduler.unfinished) == len(before):
+        run(scheduler)
+    [ended] = [request for request in before if request.is_finished]
+    return ended.client
+
+
+def test_a_new_client_comes_before_all_but_the_first_of_a_client_with_many():
+    _, scheduler = make(40, 4)
+    for number in range(6):
+        add(scheduler, number, [number], client="many")
+    for number in range(6, 9):
+        add(scheduler, number, [number], client="new")
+    assert ids(scheduler.waiting) == [0, 6, 1, 7, 2, 8, 3, 4, 5]
+
+
+def test_a_new_client_takes_the_seat_of_the_last_of_a_client_that_has_all():
+    _, scheduler = make(40, 4, max_num_seqs=2)
+    for number in range(5):
+        add(scheduler, number, [number], client="many", max_tokens=9)
+    run(scheduler)
+    add(scheduler, 5, [5], client="new", max_tokens=9)
+    run(scheduler)
+    assert ids(scheduler.running) == [0, 5]
+
+
+def test_priorities_come_on_top():
+    _, scheduler = make(40, 4, priority_span=3)
+    for number in range(4):
+        add(scheduler, number, [number], client="many")
+    add(scheduler, 4, [4], client="many", priority=-1)
+    add(scheduler, 5, [5], client="new", priority=1)
+    assert ids(scheduler.waiting) == [0, 1, 4, 2, 3, 5]
+
+
+@given(st.lists(st.sampled_from([None, "red", "blue"]), min_size=2, max_size=40))
+def test_clients_with_requests_waiting_are_served_in_turns(clients):
+    _, scheduler = make(200, 4, max_num_seqs=1)
+    for number, client in enumerate(clients):
+        add(scheduler, number, [number], client=client, max_tokens=2)
+    served, left = Counter(), Counter(clients)
+    while scheduler.has_unfinished:
+        client = finish_one(scheduler)
+        assert served[client] == min(served[one] for one in left if left[one])
+        served[client] += 1
+        left[client] -= 1
+
+
+@given(st.lists(st.integers(-1, 1) | st.none(), max_size=40), st.sampled_from(["red", None]))
+def test_one_client_alone_sees_no_change(acts, client):
+    _, scheduler = make(200, 4, max_num_seqs=2, priority_span=3)
+    numbers = {}
+    for priority in acts:
+        if priority is None:
+            run(scheduler)
+        else:
+            number = len(numbers)
+            request = add(
+                scheduler, number, [number], client=client, max_tokens=3, priority=priority
+            )
+            numbers[request] = (number + 3 * priority, number)
+        for queue in (scheduler.running, scheduler.waiting):
+            assert list(queue) == sorted(queue, key=numbers.get)
+
+
+def test_a_stream_of_new_clients_starves_no_request():
+    _, scheduler = make(40, 4, max_num_seqs=1)
+    for number in range(20):
+        add(scheduler, number, [number], client="many", max_tokens=2)
+    last, most_clients, number = scheduler.waiting[-1], 0, 20
+    while not last.is_finished:
+        add(scheduler, number, [number], client=f"new {number}", max_tokens=2)
+        number += 1
+        most_clients = max(most_clients, len({r.client for r in scheduler.unfinished}))
+        finish_one(scheduler)
+    assert number - 20 <= 20 * most_clients
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=60))
+def test_places_grow_and_a_client_that_has_nothing_is_forgotten(acts):
+    order, places = FairOrder(1), {}
+    for adds, client in acts:
+        mine, now = places.setdefault(client, []), order.now
+        if adds:
+            place = order.add(client, 0)
+            assert place == max([now, *(last + 1 for last in mine[-1:])])
+            mine.append(place)
+        elif mine:
+            order.end(client, 0, mine.pop(0))
+            assert order.now > now
+    assert {*order._last} == {client for client, mine in places.items() if mine}

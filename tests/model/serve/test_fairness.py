@@ -1,0 +1,84 @@
+"""A client with many requests does not delay the first token of another."""
+
+import httpx
+import pytest
+
+from model import SamplingParams, Submission
+from model.async_engine import AsyncEngine
+from model.serve.config import ServeConfig
+from tests.model.serve.conftest import DEADLINE_S, Served
+
+MANY = 500
+
+
+def steps_to_first_token(engine, client, most=MANY):
+    """How many steps a request waits for its first token; one more than `most`: even longer."""
+    asked = Submission("The open() function", SamplingParams(max_tokens=4), client=client)
+    [request] = engine.submit(asked)
+    steps = 0
+    while not request.output_tokens and steps <= most:
+        engine.step()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("client", ["new", "many"])
+def test_a_second_client_waits_at_most_three_times_as_long_as_alone(make_engine, client):
+    engine = make_engine(num_blocks=2000, max_num_seqs=8)
+    alone = steps_to_first_token(engine, client)
+    for number in range(MANY):
+        prompt = [number % 100 + 1] * 20
+        engine.submit(Submission(prompt, SamplingParams(max_tokens=100), client="many"))
+    for _ in range(5):
+        engine.step()
+    # The same request of the client that has sent them all waits for most of them.
+    most = 3 * alone
+    assert (steps_to_first_token(engine, client, most) <= most) is (client == "new")
+
+
+COMPLETION = ("/v1/completions", {"prompt": "x", "max_tokens": 1})
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+def clients_of(served, *asked):
+    """The clients of requests, each a path, a body and the key that it shows."""
+    seen = []
+
+    def spy(engine):
+        submit = engine.submit
+        engine.submit = lambda one: seen.append(one.client) or submit(one)
+
+    served.call(spy)
+    with httpx.Client(base_url=served.url, timeout=DEADLINE_S) as http:
+        for path, body, key in asked:
+            headers = {"Authorization": f"Bearer {key}"}
+            assert http.post(path, json=body, headers=headers).status_code == 200
+    return seen
+
+
+def test_the_field_user_says_whose_a_request_is(make_engine):
+    path, body = COMPLETION
+    asked = [
+        (path, body, "none"),
+        (path, body | {"user": "red"}, "none"),
+        ("/v1/chat/completions", CHAT | {"user": "blue"}, "none"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "user": "green"}, "none"),
+        ("/v1/messages", CHAT | {"metadata": {"user_id": "grey"}}, "none"),
+    ]
+    with Served(AsyncEngine(make_engine), ServeConfig(port=0)) as served:
+        assert clients_of(served, *asked) == [None, "red", "blue", "green", "grey"]
+
+
+def test_where_clients_have_keys_the_key_says_it(make_engine):
+    path, body = COMPLETION
+    config = ServeConfig(port=0, api_keys=("one", "two"))
+    with Served(AsyncEngine(make_engine), config) as served:
+        first, same, other = clients_of(
+            served,
+            (path, body | {"user": "red"}, "one"),
+            (path, body | {"user": "blue"}, "one"),
+            (path, body, "two"),
+        )
+    assert first == same != other
+    assert not {first, other} & {None, "red", "blue"}
+    assert "one" not in first
