@@ -43,7 +43,9 @@ def test_images_give_the_tokens_of_generate(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", vision.FAMILIES)
 def test_every_family_does_what_the_walk_has_found(name):
-    assert vision.outcome(name) == "equal"
+    if name == "SmolVLMConfig":
+        pytest.importorskip("num2words")
+    assert vision.outcome(name) == vision.stored()[name]
 
 
 # Planted: what the walk must see.

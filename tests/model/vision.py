@@ -1,5 +1,9 @@
-"""Tiny networks with vision towers, their processors, and a walk: images equal `generate`."""
+"""Tiny networks with vision towers, their processors, and a walk: images equal `generate`.
 
+`python -m tests.model.vision` stores what each came to in `images.json`.
+"""
+
+import copy
 import functools
 import json
 from dataclasses import dataclass, field, replace
@@ -30,7 +34,7 @@ from model.load.images import NoImages, codec_of, processor_class
 from model.load.loader import LoadedModel, wrap_network
 from tests.model.networks import KnowingDrafter, preempt_in_steps
 from tests.model.tiny_configs import make_config
-from tests.model.walk import CLEAR, SEEDS, SIZES, engine_of
+from tests.model.walk import CLEAR, NEAR, SEEDS, SIZES, engine_of, quieten
 
 VOCABULARY = 384
 _SHARED = {"Qwen3VLMoeConfig": Qwen3VLConfig, "Glm4vMoeConfig": Glm4vConfig}
@@ -284,8 +288,10 @@ def make_parts(name: str) -> tuple[Any, Any]:
     tokenizer = tokenizer_of(family)
     config = make_config(name.split(maxsplit=1)[0], "")
     for key, value in family.config.items():
-        is_token = isinstance(value, str) and value.startswith("@")
-        found = tokenizer.convert_tokens_to_ids(family.tokens[value[1:]]) if is_token else value
+        if isinstance(value, str) and value.startswith("@"):
+            found = tokenizer.convert_tokens_to_ids(family.tokens[value[1:]])
+        else:
+            found = copy.deepcopy(value)  # a network writes into it
         set_dotted(config, key, found)
     config.get_text_config().vocab_size = VOCABULARY
     return config, processor_of(config, family, tokenizer)
@@ -300,7 +306,7 @@ def build(name: str, seed: int = 0) -> tuple[LoadedModel, Any]:
     with torch.no_grad():
         for name_, parameter in network.named_parameters():
             if "multi_modal" in name_ and parameter.dim() > 1:  # so that an image shows
-                parameter.normal_(std=0.15)
+                parameter.normal_(std=0.6)
     codec = HuggingFaceCodec(processor.tokenizer, config.model_type, 256)
     return wrap_network(name, network, codec, None, codec_of(network, processor, codec)), processor
 
@@ -339,8 +345,12 @@ PROMPTS: tuple[Asked, ...] = (
 NUM_TOKENS = 12
 
 
-def wanted(model: LoadedModel, processor: Any, asked: Asked) -> tuple[list[int], float]:
-    """The tokens of `generate` for what the processor makes, and their least lead."""
+Told = tuple[list[int], list[float]]
+"""The tokens of a text, and their log-probabilities."""
+
+
+def wanted(model: LoadedModel, processor: Any, asked: Asked) -> tuple[Told, float]:
+    """What `generate` says for what the processor makes, and the least lead of a token."""
     text, images = asked
     text = text.replace("#", model.images.mark)
     if images:
@@ -360,12 +370,14 @@ def wanted(model: LoadedModel, processor: Any, asked: Asked) -> tuple[list[int],
             return_dict_in_generate=True,
         )
     network.set_attn_implementation(IMPLEMENTATION)
-    top = torch.cat(output.logits).topk(2).values
+    logits = torch.cat(output.logits)
+    top = logits.topk(2).values
     tokens = output.sequences[0, given["input_ids"].shape[1] :].tolist()
-    return tokens, float((top[:, 0] - top[:, 1]).min())
+    told = tokens, logits.log_softmax(-1).amax(-1).tolist()
+    return told, float((top[:, 0] - top[:, 1]).min())
 
 
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 
 
 def submit(engine: Engine, asked: Asked, params: SamplingParams = GREEDY) -> Request:
@@ -379,13 +391,15 @@ def submit(engine: Engine, asked: Asked, params: SamplingParams = GREEDY) -> Req
     return request
 
 
-def run(engine: Engine) -> list[list[int]]:
-    """The tokens of all prompts at once; steps of few tokens preempt requests on the way."""
+def run(engine: Engine) -> list[Told]:
+    """What all prompts at once give; steps of few tokens preempt requests on the way."""
     if engine.config.max_num_batched_tokens < 2048:
         preempt_in_steps(engine, {6, 14, 15, 19})
     requests = [submit(engine, asked) for asked in PROMPTS]
+    told: dict[int, list[float]] = {request.request_id: [] for request in requests}
     while engine.has_unfinished:
-        engine.step()
+        for output in engine.step():
+            told[output.request.request_id] += [token.logprob for token in output.tokens]
     if engine.config.max_num_batched_tokens < 2048 and not engine.stats.num_preemptions:
         raise AssertionError("nothing was preempted")
     if engine.kv.num_free_blocks != engine.kv.num_usable_blocks:
@@ -393,7 +407,7 @@ def run(engine: Engine) -> list[list[int]]:
     for request in requests:
         if request.error is not None:
             raise request.error
-    return [request.output_tokens for request in requests]
+    return [(request.output_tokens, told[request.request_id]) for request in requests]
 
 
 def outcome(name: str) -> str:
@@ -405,27 +419,36 @@ def outcome(name: str) -> str:
             return f"refused: {model.images.why}"
         engines = [engine_of(model, **sizes) for sizes in sizes_of(FAMILIES[name])]
         dense = [wanted(model, processor, asked) for asked in PROMPTS]
-        tokens = [own for own, _ in dense]
-        if len({*map(tuple, tokens)}) < len(tokens):
+        texts = [own for own, _ in dense]
+        if len({tuple(tokens) for tokens, _ in texts}) < len(texts):
             reason = "WRONG: two prompts give the same tokens: the comparison would see nothing"
             continue
         if min(lead for _, lead in dense) < CLEAR:
             reason = "WRONG: no clear network found"
             continue
         try:
-            return _differs(engines, tokens) or "equal"
+            return _differs(engines, texts) or "equal"
         except ModelError as error:
             return f"refused: {error}"
     return reason
 
 
-def _differs(engines: list[Engine], tokens: list[list[int]]) -> str:
+def _are_near(one: list[Told], other: list[Told]) -> bool:
+    """Whether tokens are the same, and log-probabilities nearly."""
+    return [tokens for tokens, _ in one] == [tokens for tokens, _ in other] and all(
+        abs(left - right) < NEAR
+        for (_, lefts), (_, rights) in zip(one, other, strict=True)
+        for left, right in zip(lefts, rights, strict=True)
+    )
+
+
+def _differs(engines: list[Engine], dense: list[Told]) -> str:
     """How engines differ from `generate`; empty: they do not."""
     for engine in engines:
         for turn in range(2):
             runs = engine.images.num_runs
-            if (got := run(engine)) != tokens:
-                return f"WRONG: turn {turn}: {tokens} became {got}"
+            if not _are_near(got := run(engine), dense):
+                return f"WRONG: turn {turn}: {dense} became {got}"
             if engine.images.num_runs - runs != (2 if turn == 0 else 0):
                 return f"WRONG: turn {turn}: the tower ran {engine.images.num_runs - runs} times"
         if engine.kv.enable_caching and not engine.stats.num_hit_tokens:
@@ -433,11 +456,36 @@ def _differs(engines: list[Engine], tokens: list[list[int]]) -> str:
     model = engines[0].model
     engine = engine_of(model, num_blocks=90, drafts="ngram")
     texts = []
-    for asked, own in zip(PROMPTS, tokens, strict=True):
+    for asked, (own, _) in zip(PROMPTS, dense, strict=True):
         request = submit(engine, asked)
         texts.append((*request.prompt_tokens, *own))
         engine.abort(request)
     engine._scheduler._drafter = KnowingDrafter(texts)
-    if run(engine) != tokens or not engine.stats.num_accepted_tokens:
+    if not _are_near(run(engine), dense) or not engine.stats.num_accepted_tokens:
         return "WRONG: draft tokens change what is said, or none was accepted"
     return ""
+
+
+DATA = Path(__file__).with_name("images.json")
+
+
+def stored() -> dict[str, str]:
+    """The outcomes as they were stored last."""
+    found: dict[str, str] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
+
+
+def table() -> str:
+    """What docs/reference/architectures.md shows of them."""
+    lines = ["## Images", "", "| configuration | images |", "|---|---|"]
+    for name, found in stored().items():
+        kind, *variant = name.split()
+        variants = f" ({' '.join(variant)})" if variant else ""
+        lines.append(f"| `{kind.removesuffix('Config')}`{variants} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    quieten()
+    outcomes = {name: outcome(name) for name in sorted(FAMILIES)}
+    DATA.write_text(json.dumps(outcomes, indent=2) + "\n", encoding="utf-8")

@@ -84,7 +84,7 @@ class KeepsNoTokenForTheFirst(Scheduler):
 
 
 class WaitsForRoomThatNeverComes(Scheduler):
-    def _has_room(self, request, count):
+    def _has_room(self, request):
         return self._kv.can_reserve(request.running_sequence, 1)
 
 
