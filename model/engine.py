@@ -41,6 +41,7 @@ from model.twins import TwinCore
 
 if TYPE_CHECKING:
     from model.control.tier_transfers import TierTransfers
+    from model.forward.lora import Adapter
 
 _TRIED_TOKENS = 32
 _TRIED = [  # what may be asked of a request; what is not tried waits for the first that asks it
@@ -91,8 +92,8 @@ class Engine(EngineCore):
             watched = cast("backends.Backend", self._sanitizer or backend)
             self.network = _network(model, watched, self.config)
             self.config = _fitted(self.config, self.network)
-            if self.config.lora:
-                _add_adapters(self.network, model, self.config.lora)
+            if self.config.has_adapters:
+                _add_adapters(self.network, model, self.config)
             ahead = _draft_network(model, backend, self.config)
             self.memory = _allocate(model, self.network, ahead, self.config)
         else:
@@ -148,6 +149,39 @@ class Engine(EngineCore):
     def adapter_names(self) -> tuple[str, ...]:
         """The LoRA adapters that requests may ask for. O(adapters)."""
         return () if self.network.adapters is None else self.network.adapters.names
+
+    def read_adapter(self, text: str) -> "Adapter":
+        """Read a LoRA adapter, `NAME=PATH`, for `add_adapter`; from any thread. O(its bytes).
+
+        Raises:
+            InvalidArgumentError: it is not of this form, or `max_loras` is not set.
+            ModelError: it is not there, broken, or not one for this network.
+        """
+        if self.config.max_loras is None:
+            raise InvalidArgumentError("lora: wanted --max-loras, without which none is loaded")
+        return self.network.read_adapter(text)
+
+    def add_adapter(self, adapter: "Adapter") -> None:
+        """Let requests ask for an adapter from now on. Between two steps; a pass of a few tokens.
+
+        Raises:
+            InvalidArgumentError: another one has its name, or there are too many.
+            UnsupportedModelError: it cannot be applied to this network exactly.
+        """
+        self.network.add_adapter(adapter, self._namespaces())
+
+    def remove_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; those that are unfinished keep it. Between steps.
+
+        Raises:
+            InvalidArgumentError: there is no such adapter, or `max_loras` is not set.
+        """
+        if self.config.max_loras is None or self.network.adapters is None:
+            raise InvalidArgumentError("lora: wanted --max-loras, without which none is unloaded")
+        self.network.adapters.remove(name, self._namespaces())
+
+    def _namespaces(self) -> list[kvcore.Namespace]:
+        return [request.namespace for request in self._scheduler.unfinished]
 
     def submit(self, asked: Submission) -> list[Request]:
         """Queue a submission: a request for each sample. O(samples * prompt).
@@ -375,10 +409,12 @@ def _image_encoder(
     return ImageEncoder(model.network, model.images, size, windows)
 
 
-def _add_adapters(network: PagedNetwork, model: LoadedModel, texts: Sequence[str]) -> None:
+def _add_adapters(network: PagedNetwork, model: LoadedModel, config: EngineConfig) -> None:
     if model.ranks is not None:
         raise UnsupportedModelError("lora: wanted a whole network, several ranks share this one")
-    network.add_adapters(texts)
+    network.allow_adapters(config.max_loras)
+    for text in config.lora:
+        network.add_adapter(network.read_adapter(text))
 
 
 def _fitted(config: EngineConfig, network: PagedNetwork) -> EngineConfig:

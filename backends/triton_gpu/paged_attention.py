@@ -141,12 +141,13 @@ def plan_attention(
         return Known(room, plan, None, 0)
     rest: Launch | hopper_prefill.Plan
     rows = (prefill.LONG if terms.batch_invariant else longest) * query.shape[1] // cache.k.shape[2]
-    if rows > prefill.FEW and hopper_prefill.can_attend(place, query, cache, out, terms):
+    few = rows <= prefill.FEW and not (plain and most < longest)
+    if not few and hopper_prefill.can_attend(place, query, cache, out, terms):
         rest = hopper_prefill.plan_attend(place, query, cache, batch, out, terms)
     else:
         rest = prefill.plan_prefill(place, query, cache, batch, out, terms)
     alone = batch.num_seqs == 1 and not terms.batch_invariant
-    if query.element_size() != 2 or alone or (plain and cuts_keys(rest, batch)):
+    if query.element_size() != 2 or most == 0 or alone or (plain and cuts_keys(rest, batch)):
         return Known(room, None, rest, 1)
     return Known(room, plan_decode(place, query, cache, batch, out, terms), rest, 2)
 
@@ -169,17 +170,26 @@ def longest_decoded(
     batch: PagedBatch,
     terms: AttentionTerms,
 ) -> int:
-    """Query tokens of a sequence up to which decode takes it: all of the batch's, or one.
+    """Query tokens of a sequence up to which decode takes it: all of the batch's, or one, or none.
 
-    All where decode reads the keys no more often than prefill would: a program of decode reads
-    them for 8 or 16 rows, and an item of Hopper's prefill for up to 128, in about the same time.
+    None where each has one, and more heads than rows of a program, and Hopper's prefill serves: it
+    reads the keys once for 64 heads. One where sequences are few and that may cut their keys: its
+    pieces are as many as the programs, decode's are not. All where decode reads the keys no more
+    often than prefill would: a program of decode reads them for 8 or 16 rows, and an item of
+    Hopper's prefill for up to 128, in about the same time.
     """
     group, longest = query.shape[1] // cache.k.shape[2], batch.max_query_len
     rows = longest * group
-    if longest <= 1 or rows > MOST_ROWS or query.element_size() != 2:
+    if longest < 1 or rows > MOST_ROWS or query.element_size() != 2:
         return 1
-    slices = ceil_div(rows, rows_a_program(group, query.shape[2], many=True))
+    many = longest > 1
+    slices = ceil_div(rows, rows_a_program(group, query.shape[2], many=many))
+    on_hopper = hopper_prefill.can_attend(place, query, cache, out, terms)
+    if not many:
+        return int(slices == 1 or rows <= prefill.FEW or not on_hopper)
+    if on_hopper and 1 < batch.num_seqs <= FEW_SEQS and batch.max_seq_len >= hopper_prefill.LONG:
+        return 1
     items = FEW_SLICES
-    if hopper_prefill.can_attend(place, query, cache, out, terms):
+    if on_hopper:
         items = hopper_prefill.items_a_kv_head(group, longest)
     return longest if slices <= items and batch.num_seqs <= MAX_PLANNED else 1

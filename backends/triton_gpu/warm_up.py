@@ -108,7 +108,7 @@ def _batches(
 ) -> Iterator[PagedBatch]:
     """Batches among whose plans are all that calls can ask for; prefill's first."""
     device, group = layer.cache.k.device, layer.num_q_heads // layer.cache.k.shape[2]
-    tokens = ROWS // heads_an_item(group)
+    tokens = ROWS // heads_an_item(group, 1)
     cut = ROWS * place.num_multiprocessors(device) // layer.num_q_heads
     most = latent.MOST_ROWS if layer.cache.is_latent else MOST_ROWS
     few = range(2, min(max_query_len, most // group + 1) + 1)
@@ -121,7 +121,8 @@ def _batches(
         for rows in range(tokens, min(longest, cut + tokens) + 1, tokens):
             yield _idle(device, num_seqs, rows, min(rows, max_query_len), LONG)
     for num_seqs in batch_sizes(max_num_seqs):
-        yield _idle(device, num_seqs, num_seqs, 1)
+        for reach in (1, LONG):  # which decode does not ask for, but heads that prefill takes
+            yield _idle(device, num_seqs, num_seqs, 1, reach)
         for query_len in few:
             yield _idle(device, num_seqs, 2 * num_seqs, query_len)
     for query_len in few if layer.shared_prefix else ():  # decode takes no several tokens then
@@ -139,7 +140,8 @@ def variants_asked(
     if isinstance(plan, Known):
         return {*_variants(plan.decode), *_variants(plan.prefill)}
     few = (plan.part, plan.merge) if plan.most else ()
-    return {*_variants(few), *_variants(plan.tile if batch.max_query_len > plan.most else ())}
+    tiles = (plan.tile, plan.order) if batch.max_query_len > plan.most else ()
+    return {*_variants(few), *_variants(tiles)}
 
 
 def _variants(plan: object) -> Iterator[Variant]:

@@ -68,11 +68,6 @@ class ReplicaLostError(EngineFaultError):
     """The replica that worked on a request is gone."""
 
 
-_LOST_EVENT = (
-    f"data: {json.dumps(api_error(ReplicaLostError(_LOST_TEXT)).body)}\n\ndata: [DONE]\n\n"
-).encode()
-
-
 class Ingress:
     """Forwards requests to replicas; Ray runs it as the ingress deployment.
 
@@ -177,6 +172,13 @@ def prompt_of(
     return tokens, namespace
 
 
+def lost_event(path: object) -> bytes:
+    """Return the end of a stream whose replica is lost, as clients of the path read it. O(1)."""
+    told = f"data: {json.dumps(api_error(ReplicaLostError(_LOST_TEXT)).body)}\n\n"
+    is_named = path in {"/v1/messages", "/v1/responses"}
+    return (f"event: error\n{told}" if is_named else f"{told}data: [DONE]\n\n").encode()
+
+
 def merged(pages: Iterable[tuple[str, str]]) -> Iterable[Metric]:
     """Return the metrics of all pages, each with the label `replica`. O(samples).
 
@@ -262,7 +264,7 @@ class _Answer(Response):
             if not self._has_started:
                 return False
             if self._is_event_stream:  # else the client sees that its answer is cut off
-                await send_body(_body(_LOST_EVENT, is_last=True))
+                await send_body(_body(lost_event(self._asked.scope["path"]), is_last=True))
         return True
 
     async def _start(

@@ -28,6 +28,7 @@ _EXCLUSIVE = (
     ("draft_model", "drafts"),
     ("batch_invariant", "compile"),
     ("batch_invariant", "lora"),
+    ("batch_invariant", "max_loras"),
     ("sanitize", "compile"),
 )
 
@@ -133,6 +134,12 @@ class EngineConfig(StepLimits):
         help="LoRA adapter, a folder that PEFT wrote, under a name that prompts and requests ask "
         "for; steps with adapters run without CUDA graphs",
         metavar="NAME=PATH",
+    )
+    max_loras: int | None = setting(
+        None,
+        help="load and unload LoRA adapters while serving, from folders that clients name, at most "
+        "so many at once (default: only those of --lora)",
+        least=1,
     )
     enable_prefix_caching: bool = setting(
         True,
@@ -290,6 +297,11 @@ class EngineConfig(StepLimits):
     seed: int = 0
     record_events: bool = False
     shares_disk: bool = False
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether there are LoRA adapters, or may be. O(1)."""
+        return bool(self.lora) or self.max_loras is not None
 
     @property
     def has_tiers(self) -> bool:

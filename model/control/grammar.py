@@ -7,6 +7,7 @@ Does not know: tokens, the library that compiles it.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,9 @@ from model.errors import InvalidSettingError
 Form = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 
 FORMS: tuple[Form, ...] = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
+
+_SLASHED = {"/": r"\/", "\n": r"\n"}
+"""What a lark grammar writes otherwise inside of an expression."""
 
 _WANTED = f"an object with one of {', '.join(FORMS)}"
 
@@ -62,6 +66,31 @@ class Grammar:
         if not isinstance(texts, list | tuple) or not texts or not all(map(_is_text, texts)):
             raise InvalidSettingError("grammar", "a choice of texts, none empty", texts)
         return cls("choice", _as_json(list(texts)))
+
+    def behind(self, begin: str, end: str) -> "Grammar":
+        """The same behind reasoning, which `begin` begins and `end` ends. O(text).
+
+        Args:
+            begin: "": the reasoning has begun, and must come to its end; else it may come or not.
+            end: its end.
+        """
+        text = self.text
+        match self.form:
+            case "json_schema" | "json_object":
+                answer = f"guided_answer: %json {text or _as_json({'type': 'object'})}"
+            case "regex":
+                slashed = re.sub(r"\\.|[/\n]", lambda one: _SLASHED.get(one[0], one[0]), text)
+                answer = f"guided_answer: /{slashed}/"
+            case "choice":
+                answer = f"guided_answer: {' | '.join(map(_as_json, json.loads(text)))}"
+            case "lark":
+                answer = re.sub(r"^start\b", "guided_answer", text, flags=re.MULTILINE)
+            case _:  # another language
+                return self
+        start = f"({_as_json(begin)} reasoning_text)?" if begin else "reasoning_text"
+        ended = re.escape(end).replace("/", r"\/")
+        rules = f"reasoning_text: reasoned /\\n{{0,2}}/\nreasoned[lazy]: /(?s:.*){ended}/"
+        return Grammar("lark", f"start: {start} guided_answer\n{rules}\n{answer}\n")
 
     @classmethod
     def of(cls, described: object) -> "Grammar":

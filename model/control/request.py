@@ -211,6 +211,11 @@ class Request:
             f"output={self.num_output_tokens})"
         )
 
+    def shares_prompt_with(self, other: Request) -> bool:
+        """Whether both are samples of one prompt, as far as they can be told apart. O(prompt)."""
+        names = ("tokens", "priority", "client", "namespace", "items")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     @property
     def status(self) -> Status:
         """Where the request stands. O(1)."""

@@ -163,8 +163,7 @@ class Scheduler:
         if leader is not None and not (
             request.is_led
             and self._unfinished.get(leader.request_id) is leader
-            and (leader.tokens, leader.priority, leader.client, leader.namespace, leader.items)
-            == (request.tokens, request.priority, request.client, request.namespace, request.items)
+            and request.shares_prompt_with(leader)
         ):
             raise InvalidArgumentError(
                 f"leader: wanted an unfinished request of the same prompt, priority, client and "
@@ -210,8 +209,7 @@ class Scheduler:
         self._admission.drop_copy(request)
         if self._tiers is not None:
             self._tiers.forget(request)
-        token = self._read.pop(request, None)
-        if token is not None:
+        if (token := self._read.pop(request, None)) is not None:
             self._kv.resolve(request.running_sequence, [token])
         sequence = request.finish(reason)
         if sequence is not None:
@@ -491,8 +489,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        chunk = self._planned.pop(request.request_id, None)
-        if chunk is not None:
+        if chunk := self._planned.pop(request.request_id, None):
             self._budget += chunk.num_tokens
         transfer = self._admission.close_sequence(request)
         if transfer is not None:

@@ -15,7 +15,7 @@ Does not know: the scheduler, sampling, where a request's prompt came from.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -258,29 +258,73 @@ class Adapters:
 
     Args:
         network: gets a hook for each layer that an adapter changes, for its whole life.
-        adapters: with different names.
-
-    Raises:
-        InvalidArgumentError: two adapters have one name.
+        most: how many there may be at once; None: no bound.
     """
 
-    def __init__(self, network: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
-        self._by_name = {adapter.name: adapter for adapter in adapters}
-        if len(self._by_name) < len(adapters):
-            names = [adapter.name for adapter in adapters]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise InvalidArgumentError(f"lora: wanted different names, got {shown(twice)} twice")
+    def __init__(self, network: PreTrainedModel, most: int | None = None) -> None:
+        self._by_name: dict[str, Adapter] = {}
+        self._held: dict[tuple[str, int], Adapter] = {}  # those, and what unfinished requests have
+        self._most = most
+        self._hooked: set[str] = set()
         self._groups: Sequence[tuple[Adapter, Rows]] = ()
         self._calls: dict[str, list[int]] | None = None  # the rows of each call, by layer
-        self._network = type(network).__name__
+        self._network = network
         self.device = network.device
-        for path in sorted({path for adapter in adapters for path in adapter.products}):
-            network.get_submodule(path).register_forward_hook(partial(self._add, path))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of all adapters. O(adapters)."""
         return tuple(self._by_name)
+
+    def add(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
+        """Let requests ask for an adapter. O(its layers).
+
+        Args:
+            adapter: of this network.
+            in_use: the namespaces of unfinished requests.
+
+        Raises:
+            InvalidArgumentError: another adapter has its name, or there are too many.
+        """
+        if adapter.name in self._by_name:
+            raise InvalidArgumentError(
+                f"lora: wanted different names, got {shown(adapter.name)} twice"
+            )
+        self._let_go(in_use)
+        if self._most is not None and len(self._held) >= self._most:
+            leaving = len(self._held) - len(self._by_name)
+            raise InvalidArgumentError(
+                f"lora: wanted at most {self._most} adapters (--max-loras), got one more"
+                + (f"; {leaving} of them until their requests have ended" if leaving else "")
+            )
+        for path in adapter.products.keys() - self._hooked:
+            layer = self._network.get_submodule(path)
+            layer.register_forward_hook(partial(self._add, path))
+        self._hooked |= adapter.products.keys()
+        self._by_name[adapter.name] = self._held[adapter.name, adapter.version] = adapter
+
+    def remove(self, name: str, in_use: Iterable[kvcore.Namespace]) -> None:
+        """Take no more requests for an adapter; those that are unfinished keep it. O(adapters).
+
+        Args:
+            name: of the adapter.
+            in_use: the namespaces of unfinished requests.
+
+        Raises:
+            InvalidArgumentError: there is no such adapter.
+        """
+        if self._by_name.pop(name, None) is None:
+            raise InvalidArgumentError(f"lora_name: wanted {self._known()}, got {shown(name)}")
+        self._let_go(in_use)
+
+    def _let_go(self, in_use: Iterable[kvcore.Namespace]) -> None:
+        """Forget the weights that no request can need."""
+        needed = {(one.lora_name, one.lora_version) for one in in_use}
+        needed |= {(adapter.name, adapter.version) for adapter in self._by_name.values()}
+        self._held = {key: adapter for key, adapter in self._held.items() if key in needed}
+
+    def _known(self) -> str:
+        return f"a loaded adapter, one of {', '.join(self._by_name) or 'none'}"
 
     def resolve(self, namespace: kvcore.Namespace) -> kvcore.Namespace:
         """The namespace of a request with the version of its adapter; O(1).
@@ -293,8 +337,7 @@ class Adapters:
         found = self._by_name.get(namespace.lora_name)
         if found is None:
             raise InvalidArgumentError(
-                f"lora_name: wanted an adapter that --lora names, one of "
-                f"{', '.join(self.names)}, got {shown(namespace.lora_name)}"
+                f"lora_name: wanted {self._known()}, got {shown(namespace.lora_name)}"
             )
         return replace(namespace, lora_version=found.version)
 
@@ -304,19 +347,19 @@ class Adapters:
         Args:
             chunks: of the step, whose tokens follow one another in this order.
         """
-        ranges: dict[str, list[tuple[int, int]]] = {}
+        ranges: dict[tuple[str, int], list[tuple[int, int]]] = {}
         start = 0
         for chunk in chunks:
             stop = start + chunk.num_tokens
-            name = chunk.request.namespace.lora_name
-            if name is not None:
-                known = ranges.setdefault(name, [])
+            namespace = chunk.request.namespace
+            if namespace.lora_name is not None:
+                known = ranges.setdefault((namespace.lora_name, namespace.lora_version), [])
                 if known and known[-1][1] == start:
                     known[-1] = (known[-1][0], stop)
                 else:
                     known.append((start, stop))
             start = stop
-        return [(self._by_name[name], self._rows(known)) for name, known in ranges.items()]
+        return [(self._held[key], self._rows(known)) for key, known in ranges.items()]
 
     def _rows(self, ranges: Sequence[tuple[int, int]]) -> Rows:
         if len(ranges) == 1:
@@ -340,10 +383,11 @@ class Adapters:
             yield
 
     @contextmanager
-    def checking(self, num_rows: int) -> Iterator[None]:
+    def checking(self, adapter: Adapter, num_rows: int) -> Iterator[None]:
         """Passes in here show whether every product is applied once to every token.
 
         Args:
+            adapter: whose products.
             num_rows: tokens of a pass.
 
         Raises:
@@ -355,15 +399,14 @@ class Adapters:
             yield
         finally:
             self._calls = None
-        for adapter in self._by_name.values():
-            for path in adapter.products:
-                calls = called.get(path, [])
-                if calls != [num_rows]:
-                    what = "is not called" if not calls else "computes only some of the tokens"
-                    raise UnsupportedModelError(
-                        f"lora: {adapter.name}: wanted layers that compute each token once, "
-                        f"{path} of {self._network} {what}"
-                    )
+        for path in adapter.products:
+            calls = called.get(path, [])
+            if calls != [num_rows]:
+                what = "is not called" if not calls else "computes only some of the tokens"
+                raise UnsupportedModelError(
+                    f"lora: {adapter.name}: wanted layers that compute each token once, "
+                    f"{path} of {type(self._network).__name__} {what}"
+                )
 
     def _add(
         self, path: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor

@@ -9,7 +9,7 @@ Does not know: requests, sampling, why there are `num_blocks` blocks, how a step
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import backends
+import kvcore
 from kvcore.adapters.recurrent import RecurrentPass, Run, StateStep, cache_argument
 from model.attention.attention import PagedPass, logits_of
 from model.attention.batch import StepTensors
@@ -28,8 +29,8 @@ from model.caches.layout import IndexShape, plan_layout
 from model.compile.few_rows import kernels_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
-from model.errors import UnsupportedModelError
-from model.forward.lora import Adapters, read_adapter
+from model.errors import InvalidArgumentError, UnsupportedModelError
+from model.forward.lora import Adapter, Adapters, read_adapter
 from model.load.loader import LoadedModel
 from model.load.probes import check_tokens_alone, probe_layers, run_probe
 from model.load.recurrence import probe_recurrence
@@ -313,18 +314,40 @@ class PagedNetwork:
                 found[group] = Worth(*least, layer.token_bytes)
         return tuple(found)
 
-    def add_adapters(self, texts: Sequence[str]) -> None:
-        """Read LoRA adapters, each `NAME=PATH`, and check them in a pass.
+    def allow_adapters(self, most: int | None) -> None:
+        """Let LoRA adapters be added, at most that many at once; None: any number. O(1)."""
+        self.adapters = Adapters(self._network, most)
+
+    def read_adapter(self, text: str) -> Adapter:
+        """Read a LoRA adapter of this network, `NAME=PATH`; from any thread. O(its bytes).
 
         Raises:
-            InvalidArgumentError: one is not of this form, or two have one name.
-            ModelNotFoundError: one is not there, or broken.
-            UnsupportedModelError: one cannot be applied to this network exactly.
+            InvalidArgumentError: it is not of this form.
+            ModelNotFoundError: it is not there, or broken.
+            UnsupportedModelError: it cannot be applied to this network exactly.
         """
-        adapters = Adapters(self._network, [read_adapter(text, self._network) for text in texts])
-        with adapters.checking(_CHECKED_TOKENS):
-            run_probe(self._network, self.device, _CHECKED_TOKENS)
-        self.adapters = adapters
+        return read_adapter(text, self._network)
+
+    def add_adapter(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
+        """Let requests ask for an adapter, after it is checked in a pass of a few tokens.
+
+        Args:
+            adapter: read for this network.
+            in_use: the namespaces of unfinished requests.
+
+        Raises:
+            InvalidArgumentError: another one has its name, there are too many, or none are allowed.
+            UnsupportedModelError: it cannot be applied to this network exactly.
+        """
+        if self.adapters is None:
+            raise InvalidArgumentError("lora: wanted --max-loras, without which none is loaded")
+        self.adapters.add(adapter, in_use)
+        try:
+            with self.adapters.checking(adapter, _CHECKED_TOKENS):
+                run_probe(self._network, self.device, _CHECKED_TOKENS)
+        except UnsupportedModelError:
+            self.adapters.remove(adapter.name, in_use)
+            raise
 
     def logits(
         self,

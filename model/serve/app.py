@@ -15,6 +15,7 @@ from fastapi.middleware.cors import CORSMiddleware
 import kvcore
 from model.async_engine import AsyncEngine, EngineState
 from model.serve.about import about, status
+from model.serve.adapters import adapters
 from model.serve.chat import chat
 from model.serve.completions import completions
 from model.serve.config import ServeConfig
@@ -49,7 +50,7 @@ def create_app(
     metrics = Metrics(service.name)
     routers = [
         status(service, metrics), about(service), completions(service), chat(service),
-        responses(service), messages(service),
+        responses(service), messages(service), adapters(service),
     ]  # fmt: skip
     if has_page:
         routers.append(live(service, engine))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -59,21 +58,23 @@ class _Messages(EventForm):
         )
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
-        reader = self._readers[delta.sample]
-        parts, reason = read(reader, delta)
-        said = [f'"delta":{quoted(_delta(part))}' for part in parts]
+        parts, reason = read(self._readers[delta.sample], delta)
+        said = [f'"delta":{_delta(part)}' for part in parts]
         tells_tokens = self._tells_logprobs or self._tells_ids
         if not said and (tells_tokens or delta.finish_reason is not None):
             said = ['"delta":{}']
-        return chain.from_iterable(
-            chain(
-                (self._begin,),
-                self._choice(each, one, reason if number == len(said) else "null"),
-                (self._end(stream, each),),
-            )
-            for number, one in enumerate(said, 1)
-            for each in (delta if number == 1 else delta._replace(tokens=()),)
-        )
+        last = len(said) - 1
+        for number, one in enumerate(said):
+            ending = reason if number == last else "null"
+            if tells_tokens:
+                yield self._begin
+                yield from self._choice(delta, one, ending)
+                yield self._end(stream, delta)
+            else:
+                choice = self._plain(delta, one, ending, "")
+                yield f"{self._begin}{choice}{self._end(stream, delta)}"
+            if number < last:
+                delta = delta._replace(tokens=())  # they were told with the first part
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
         choices = (
@@ -98,18 +99,19 @@ class _Messages(EventForm):
         yield "}"
 
 
-def _delta(part: Part) -> dict[str, object]:
-    """A part as an event tells it."""
+def _delta(part: Part) -> str:
+    """A part as an event tells it, as JSON."""
     match part.kind:
         case "content":
-            return {"content": part.text}
+            return f'{{"content":{quoted(part.text)}}}'
         case "reasoning":
-            return {"reasoning_content": part.text}
+            return f'{{"reasoning_content":{quoted(part.text)}}}'
         case "call":
             function = {"name": part.text, "arguments": ""}
             begun = {"id": part.call_id, "type": "function", "function": function}
-            return {"tool_calls": [{"index": part.number, **begun}]}
-    return {"tool_calls": [{"index": part.number, "function": {"arguments": part.text}}]}
+            return quoted({"tool_calls": [{"index": part.number, **begun}]})
+    piece = {"index": part.number, "function": {"arguments": part.text}}
+    return quoted({"tool_calls": [piece]})
 
 
 def _message(parts: Iterable[Part]) -> dict[str, object]:
@@ -139,6 +141,8 @@ async def converse(
     request: Request,
     form: Callable[[ChatRequest, Service, Sequence[Reader]], Form] = _Messages,
     fields: Mapping[str, str] | None = None,
+    *,
+    is_cut: bool = False,
 ) -> Response:
     """Answer a conversation.
 
@@ -148,6 +152,7 @@ async def converse(
         request: it, as it came.
         form: makes what writes the answer.
         fields: what the request calls fields of `body`, where it has other names for them.
+        is_cut: whether the most tokens of the answer are cut to what the model's length allows.
 
     Raises:
         ApiError: it is refused, or fails before anything was sent.
@@ -159,8 +164,9 @@ async def converse(
     max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, name = body.max_tokens, "max_tokens"
-    if max_tokens is None:
-        max_tokens = max(1, service.engine.engine.max_model_len - len(prompt))
+    room = max(1, service.engine.engine.max_model_len - len(prompt))
+    if max_tokens is None or (is_cut and max_tokens > room):
+        max_tokens = room
     names = {
         "prompt": "messages",
         "max_tokens": name,
@@ -176,7 +182,9 @@ async def converse(
         params = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     except InvalidArgumentError as error:
         raise api_error(error, names) from error
-    if read_as.template is not None:
+    if params.grammar is not None and read_as.reasoning is not None:
+        params = replace(params, grammar=params.grammar.behind(*read_as.reasoning))
+    if read_as.template is not None and not body.must_call:
         params = replace(params, skip_special_tokens=False)  # some of them mark regions
     turns = await service.turns(body.messages, prompt, body)
     submission = body.submission(prompt, params, service.adapter(body.model))
@@ -196,9 +204,10 @@ async def converse(
 def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) -> ReadingForm:
     """How the answer of a request is read."""
     if body.must_call:
-        return service.reading.demanded(body.chosen)
+        return service.reading.demanded(prompt, body.chosen)
+    is_guided = body.grammar_field != ""
     if not body.may_call:
-        return service.reading.free(() if body.grammar_field else prompt)
+        return service.reading.free(prompt, is_guided=is_guided)
     if not service.reading.knows_calls:
         raise ApiError(
             400,
@@ -208,7 +217,7 @@ def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) ->
         )
     tools: list[dict[str, object]] = [tool.model_dump() for tool in body.tools or ()]
     most_calls = 1 if body.parallel_tool_calls is False else None
-    return service.reading.free(() if body.grammar_field else prompt, tools, most_calls)
+    return service.reading.free(prompt, tools, most_calls, is_guided=is_guided)
 
 
 def chat(service: Service) -> APIRouter:

@@ -65,6 +65,8 @@ class Form:
         named: the function that the whole answer calls; None: it says so itself.
         most_calls: further ones are dropped; None: none are.
         prompt: the end of the prompt, which may begin the answer's first region.
+        reasoning: what begins and ends the reasoning before an answer that a grammar makes; None:
+            there is none. The beginning is empty where the prompt has it.
     """
 
     template: ResponseTemplate | None = None
@@ -72,6 +74,7 @@ class Form:
     named: str | None = None
     most_calls: int | None = None
     prompt: str = ""
+    reasoning: tuple[str, str] | None = None
 
 
 class Reading:
@@ -90,6 +93,7 @@ class Reading:
         self, codec: TextCodec, tool_family: str | None, reasoning_family: str | None
     ) -> None:
         self._decode = codec.decode
+        self._reasons = reasoning_family is not None
         self._template = _family_template(codec, tool_family, reasoning_family)
         fields = {} if self._template is None else self._template["fields"]
         self.knows_calls = _CALLS in fields
@@ -102,40 +106,69 @@ class Reading:
             for reads_calls in (False, True)
         }  # fmt: skip
 
+        self._region: dict[str, Any] = next(
+            (fields[name] for name in _REASONING if name in fields), {}
+        )
+        ends = [self._region.get(name) for name in ("open", "close")]
+        self._marks = [one for one in ends if isinstance(one, str) and _is_text(codec, one)]
+
     def free(
         self,
         prompt: Sequence[int],
         tools: Sequence[Mapping[str, object]] = (),
         most_calls: int | None = None,
+        *,
+        is_guided: bool = False,
     ) -> Form:
-        """How an answer is read in which the model is free. O(prompt).
+        """How an answer is read in which the model may call tools or not. O(prompt).
 
         Args:
-            prompt: its tokens; none: no region of the answer begins in it.
+            prompt: its tokens.
             tools: those that it may call.
             most_calls: as `Form` has it.
+            is_guided: whether a grammar makes the answer, behind its reasoning.
         """
         template = self._forms[bool(tools)]
         if template is None:
             return Form()
+        begun = self._begun(template, prompt)
+        reasoning = self._reasoning(begun) if is_guided else None
+        if is_guided and reasoning is None:
+            begun = ""
+        return Form(template, tools, None, most_calls, begun, reasoning)
+
+    def _begun(self, template: ResponseTemplate, prompt: Sequence[int]) -> str:
+        """What of an answer is in the prompt: without white space at its end.
+
+        The parser would hold that back until the answer comes.
+        """
         text = self._decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
         if len(prompt) > _END_TOKENS and not template.start_anchor_re.search(text):
             text = self._decode(prompt, skip_special_tokens=False)
-        begun = ""  # without white space, which the parser would hold back until the answer comes
-        if template.start_anchor_re.search(text):
-            begun = template.truncate_past_last_anchor(text).rstrip()
-        return Form(template, tools, None, most_calls, begun)
+        if not template.start_anchor_re.search(text):
+            return ""
+        return template.truncate_past_last_anchor(text).rstrip()
+
+    def _reasoning(self, begun: str) -> tuple[str, str] | None:
+        """As `Form` has it, for an answer that is begun so."""
+        if len(self._marks) < 2:
+            return None
+        begin, end = self._marks
+        _, found, inside = begun.rpartition(begin)
+        if found:
+            return None if end in inside else ("", end)
+        return (begin, end) if self._reasons else None
 
     @staticmethod
     def open(form: Form, new_id: Callable[[], str]) -> "Reader":
         """Begin to read an answer. O(end of the prompt)."""
         return Reader(form, new_id)
 
-    @staticmethod
-    def demanded(named: str | None) -> Form:
-        """How an answer is read that a grammar of `tools.py` makes calls of. O(1).
+    def demanded(self, prompt: Sequence[int], named: str | None) -> Form:
+        """How an answer is read that a grammar of `tools.py` makes calls of. O(prompt).
 
         Args:
+            prompt: its tokens.
             named: the function that must be called; None: the answer is a list of calls.
         """
         name, arguments = ("{name}", "{arguments}") if named is None else (named, "{content}")
@@ -144,7 +177,21 @@ class Reading:
             "transform": {"type": "function", "function": {"name": name, "arguments": arguments}},
             "transform_each": named is None,
         }
-        return Form(load_response_template({**_ANYWHERE, "fields": {_CALLS: calls}}), named=named)
+        fields: dict[str, Any] = {_CALLS: calls}
+        form = self.free(prompt, is_guided=True)
+        if form.reasoning is not None:
+            fields["reasoning_content"] = self._region
+        return Form(
+            load_response_template({**_ANYWHERE, "fields": fields}),
+            named=named,
+            prompt=form.prompt if form.reasoning is not None else "",
+            reasoning=form.reasoning,
+        )
+
+
+def _is_text(codec: TextCodec, mark: str) -> bool:
+    """Whether a grammar can have it: it is no special token."""
+    return mark in codec.decode(codec.encode(mark))
 
 
 def _family_template(

@@ -66,6 +66,7 @@ class CalledFunction(Strict):
 
     name: Name
     arguments: Text = "{}"
+    parsed_arguments: Any = None  # by OpenAI's client
 
 
 class ToolCall(Strict):

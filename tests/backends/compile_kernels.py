@@ -22,8 +22,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from backends.triton_gpu import copy_blocks, slot_mapping, store_kv
 from backends.triton_gpu.decode import cascade, decode, merge
 from backends.triton_gpu.decode.splits import Cut
+from backends.triton_gpu.hopper.prefill import layout_of
 from backends.triton_gpu.latent import hopper as hopper_latent
-from backends.triton_gpu.latent import latent
+from backends.triton_gpu.latent import latent, wide
 from backends.triton_gpu.shared.layer import Layer
 from backends.triton_gpu.shared.place import power_of_two
 
@@ -255,6 +256,28 @@ def check_hopper_latents(case, layer, room):
     bound(made, registers=168, shared=room, spills=100 if form.shared else 8)
 
 
+def check_wide_latents():
+    """The kernels for many rows: their tiles, and parts that are cut."""
+    strides = (576 * 16, 576, 0)
+    layer = Layer(
+        576, 512, strides, strides, 16, 16, 16, 512, 64, 16, *(False,) * 4, True, -1, -1
+    )  # fmt: skip
+    for kernel, cut in ((wide.attend_tile, None), (wide.attend_part, Cut(64, 64, False, False))):
+        form = wide.Form(layer, 16, 16, 16 * 512, cut, chained=cut is not None)
+        kinds = {}
+        for name, rows in (("q", [form.tokens, form.heads]), ("c", [16, 1])):
+            for part, width in (("wide", form.half), ("rest", wide.REST)):
+                layout = layout_of(width, 2)
+                kinds[f"{name}_{part}"] = f"tensordesc<bf16{[*rows, width]},{layout!r}>"
+        made = make(
+            kernel, 90, "bf16", form, kinds=kinds, source=GluonASTSource, num_warps=wide.WARPS
+        )
+        assert made.count("HGMMA") == 2 * 36 + 3 * 4  # keys twice, values in turn, and the last
+        assert made.count("UTMALDG") == 9 * (1 + 4)
+        assert made.count("STG", "E", "128") == 2 * 16
+        bound(made, registers=168, shared=227 << 10, spills=80)
+
+
 def check_moves(capability):
     """Stores, block copies, slots."""
     sizes = {
@@ -288,6 +311,7 @@ def main():
         for case in LATENTS if capability == max(CAPABILITIES) else LATENTS[:1]:
             check_latents(case, capability)
         check_moves(capability)
+    check_wide_latents()
     sys.stdout.write("all kernels compile within their bounds\n")
 
 

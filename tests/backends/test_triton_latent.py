@@ -29,6 +29,7 @@ MLA = AttentionCase(
     group=16, dtype=BF16,
 )  # fmt: skip
 MIXED = ((1, 900), (40, 300), (1, 64), (3, 700))
+ALL = {"window": 99, "soft_cap": 5.0, "sinks": True}
 SHAPES = [
     *(MLA.with_(name=f"{n} heads", group=n) for n in (1, 5, 16, 32, 40, 64, 128)),
     *(MLA.with_(name=f"{n} heads, mixed", group=n, seqs=MIXED, padding=2) for n in (16, 128)),
@@ -38,6 +39,14 @@ SHAPES = [
         for v, rest in ((128, 64), (256, 64), (512, 0), (96, 32))
     ),
     MLA.with_(name="all", seqs=MIXED, window=500, soft_cap=5.0, sinks=True, strided=True),
+    MLA.with_(name="prompts", seqs=((200, 700), (150, 150), (1, 64), (90, 91)), block_size=64),
+    MLA.with_(
+        name="prompts, all", seqs=((200, 700), (70, 70)), window=100, soft_cap=5.0, sinks=True
+    ),
+    *(MLA.with_(name=f"{n} heads, block size 64", group=n, block_size=64) for n in (40, 128)),
+    MLA.with_(
+        name="128 heads, all", group=128, block_size=64, window=500, soft_cap=5.0, sinks=True
+    ),
     MLA.with_(name="to verify", seqs=((4, 1700), (2, 65), (1, 1)), sinks=True),
     MLA.with_(name="float16, one huge logit", dtype=torch.float16, values="huge"),
     MLA.with_(name="float32", dtype=torch.float32, seqs=((1, 90), (9, 40)), group=4),

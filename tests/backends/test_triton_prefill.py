@@ -79,7 +79,7 @@ SHAPES = [
         CUT.with_(name=f"cut, {n} of {length}", seqs=((n, length),))
         for n, length in ((2, 5000), (17, 8000), (33, 1025), (64, 1100), (128, 4100), (300, 9000))
     ),
-    *(CUT.with_(name=f"cut, group {g}", group=g) for g in (1, 2, 5, 8, 16)),
+    *(CUT.with_(name=f"cut, group {g}", group=g) for g in (1, 2, 5, 7, 8, 12, 16)),
     *(CUT.with_(name=f"cut, head_dim {d}", head_dim=d) for d in (64, 80, 256)),
     *(CUT.with_(name=f"cut, window {w}", window=w) for w in (1, 130, 1500)),
     CUT.with_(name="cut, block size 64", block_size=64),

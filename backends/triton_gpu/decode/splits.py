@@ -37,8 +37,7 @@ VECTORS = (1, 16, 64, 256, 1024)
 MAX_PLANNED = VECTORS[-1]
 PROGRAMS_A_MULTIPROCESSOR = 2
 MORE_PROGRAMS = 4
-"""Likewise over a quantised cache, whose tiles are half as large, or of several query tokens, whose
-steps take longer."""
+"""Likewise over a quantised cache, whose tiles are half as large."""
 FINER = tl.constexpr(2)
 MANY_SEQS = tl.constexpr(64)
 SHORT = tl.constexpr(16)

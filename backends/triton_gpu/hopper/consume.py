@@ -14,9 +14,11 @@ Of an e4m3 cache the keys are multiplied as they are stored, which goes at twice
 as a sum of two e4m3 numbers, which are exactly a bfloat16 (`_divide_rows`). Each row of q is scaled
 by a power of two first. The values come widened (`widen`).
 
-A soft cap is 1 - 2 / (exp(2x) + 1), five instructions per logit. `soft_cap.tanh`, whose relative
-error is as small near 0, takes fourteen and 1.6 times the time of prefill, because issuing
-instructions is what limits this kernel; so caps above `prefill.MOST_CAP` are not served.
+A soft cap is tanh(x) = 2 s - 1 with s = 1 / (exp(-2x) + 1), and the softmax takes 2 s, since all of
+a row's logits may be raised alike. Exponentials and reciprocals are what a multiprocessor computes
+fewest of, and what a capped step waits for: four numbers share one reciprocal (`_sigmoid`), unless
+results must not depend on neighbours. The absolute error is small, not the relative one near 0 as
+in `soft_cap.tanh`, which takes more instructions; so caps above `prefill.MOST_CAP` are not served.
 
 Four things here are as they are for the assembler's sake:
 - The wait for the next tile's values stands between the exponentials and the wait for p.v, because
@@ -42,6 +44,8 @@ from backends.triton_gpu.hopper.items import (
     GROUPS,
     HALF,
     count_work,
+    find_heads,
+    find_rows,
     find_span,
     gluon_function,
     read_item,
@@ -51,12 +55,35 @@ from backends.triton_gpu.hopper.store import State, finish
 from backends.triton_gpu.shared.soft_cap import LOG2E
 from backends.triton_gpu.shared.softmax import add_tile, is_visible
 
+QUADS = gl.constexpr(
+    "{.reg .f32 p, q, r;"
+    + "".join(
+        f"mul.ftz.f32 p, ${8 + i}, ${8 + j}; mul.ftz.f32 q, ${8 + k}, ${8 + m};"
+        "mul.ftz.f32 r, p, q; rcp.approx.ftz.f32 r, r;"
+        "mul.ftz.f32 q, r, q; mul.ftz.f32 p, r, p;"
+        f"mul.ftz.f32 ${i}, q, ${8 + j}; mul.ftz.f32 ${j}, q, ${8 + i};"
+        f"mul.ftz.f32 ${k}, p, ${8 + m}; mul.ftz.f32 ${m}, p, ${8 + k};"
+        for i, j, k, m in ((0, 1, 4, 5), (2, 3, 6, 7))  # of one row each, as a thread holds logits
+    )
+    + "}"
+)
+"""1 / x of eight numbers, four of them by one reciprocal of their product."""
+EIGHT = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
+
 
 @gluon_function
-def _reciprocal(x: gl.tensor) -> gl.tensor:
-    """1 / x of numbers that are not denormal, in one instruction."""
+def _sigmoid(x: gl.tensor, ALIKE: gl.constexpr) -> gl.tensor:
+    """1 / (2^x + 1); ALIKE: each number is rounded as if it were alone."""
+    if ALIKE:
+        return gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [gl.exp2(x) + 1], dtype=gl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    x = gl.inline_asm_elementwise(
+        "min.NaN.ftz.f32 $0, $1, 0f41F00000;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # 30, so that a product of four is finite
     return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+        QUADS, EIGHT, [gl.exp2(x) + 1], dtype=gl.float32, is_pure=True, pack=8
     )
 
 
@@ -70,15 +97,20 @@ def _soften(
     A row sees the columns up to its `last`; over an e4m3 cache it has a `scale` of its own.
     """
     factor = scale * LOG2E
-    if FORM.has_cap:
-        by = scale / given.soft_cap * (2 * LOG2E)
-        if FORM.e4m3:
-            by = by[:, None]
-        logits = 1 - 2 * _reciprocal(gl.exp2(logits * by) + 1)  # tanh, within 3e-7: see above
-        factor = given.soft_cap * LOG2E
+    visible = last
     if MASKED:
         column = gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))[None, :]
         visible = is_visible(column, last[:, None], given.window, FORM.has_window)
+    if FORM.has_cap:
+        by = scale / given.soft_cap * (-2 * LOG2E)
+        if FORM.e4m3:
+            by = by[:, None]
+        logits = logits * by
+        if MASKED:  # what is not seen may be NaN, and four numbers share a reciprocal
+            logits = gl.where(visible, logits, 0.0)
+        logits = _sigmoid(logits, FORM.alike)
+        factor = given.soft_cap * (2 * LOG2E)
+    if MASKED:
         logits = gl.where(visible, logits, float("-inf"))
     return add_tile(logits, highest, total, 1, factor)
 
@@ -259,14 +291,17 @@ def _attend_item(
 
 @gluon_function
 def _start_rows(
-    sinks: gl.tensor, item: gl.tensor, ROW: gl.constexpr, FORM: gl.constexpr
+    given: gl.tensor, item: gl.tensor, ROW: gl.constexpr, FORM: gl.constexpr
 ) -> tuple[gl.tensor, gl.tensor]:
     """(highest logits, totals) before the first key: a sink is one more, in the first piece."""
     highest = gl.full([HALF], -1e30, gl.float32, ROW)
     total = gl.full([HALF], 0.0, gl.float32, ROW)
     if FORM.has_sinks:
-        sink = gl.load(sinks + item.part * FORM.pack + gl.arange(0, HALF, ROW) % FORM.pack)
+        _, head, there = find_rows(gl.arange(0, HALF, ROW), item, FORM)
+        sink = gl.load(given.sinks + head, mask=there, other=0.0)
         sink = sink.to(gl.float32) * LOG2E
+        if FORM.has_cap:
+            sink += given.soft_cap * LOG2E  # as all logits are
         if FORM.split:
             highest = gl.where(item.piece == 0, sink, highest)
             total += gl.where(item.piece == 0, 1.0, 0.0)
@@ -296,7 +331,7 @@ def _consume_ahead(
     for n in range(items):
         ahead = read_item(n + 1, work, given, FORM)
         slot = n % BUFFERS * GROUPS + GROUP_ID
-        highest, total = _start_rows(given.sinks, item, ROW, FORM)
+        highest, total = _start_rows(given, item, ROW, FORM)
         state, j = _attend_item(
             logits, highest, total, rows, slot, rings, j, item, given.scale, given, FORM, GROUP_ID
         )
@@ -324,7 +359,7 @@ def _take(
     STEP: gl.constexpr = 256 // k.tiles.dtype.primitive_bitwidth
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.tiles.shape[1], STEP])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    kv_head = item.part * FORM.pack // FORM.group
+    kv_head, _ = find_heads(item, FORM)
     slot = n * 0 + GROUP_ID
     by = scale * 0 + 1.0
     if FORM.v_scale >= 0:
@@ -337,7 +372,7 @@ def _take(
     logits = _multiply_keys(rows, slot, k, j, there=True)
     logits = warpgroup_mma_wait(0, deps=[logits])
     mbarrier.arrive(k.empty.index(j % k.tiles.shape[0]), count=1)
-    highest, total = _start_rows(given.sinks, item, ROW, FORM)
+    highest, total = _start_rows(given, item, ROW, FORM)
     state, j = _attend_item(
         logits, highest, total, rows, slot, rings, j, item, scale, given, FORM, GROUP_ID
     )

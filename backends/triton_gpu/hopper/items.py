@@ -48,6 +48,8 @@ GROUPS = gl.constexpr(2)
 """Of four warps each that multiply an item's rows. Three gain nothing at a head_dim of 64."""
 HALF = gl.constexpr(64)
 """Rows of an item that a group multiplies."""
+WAVE_BITS = gl.constexpr(3)
+"""For the number of a wave, from 1 on, below its number of steps."""
 
 
 @gluon_function
@@ -151,7 +153,7 @@ def count_work(given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
     items = tiles * FORM.slices
     programs = gl.num_programs(0)
     rounds = items // programs
-    own = rounds + (_turn(rounds) < items - rounds * programs).to(gl.int32)
+    own = rounds + (find_turn(rounds) < items - rounds * programs).to(gl.int32)
     return Work(own, tiles, pieces)
 
 
@@ -164,19 +166,27 @@ def _choose_pieces(
     programs = gl.num_programs(0)
     longest, most = count_steps(length, query_len, window, FORM.shape.tile, FORM.has_window)
     items = gl.maximum(items, 1)
-    best = items * 0 + 1
-    fewest = (items + programs - 1) // programs * (longest + ITEM_STEPS)
-    for wave in gl.static_range(1, WAVES + 1):
-        pieces = gl.minimum(gl.maximum(wave * programs // items, 1), most)
-        rounds = (items * pieces + programs - 1) // programs
-        steps = rounds * ((longest + pieces - 1) // pieces + ITEM_STEPS) + MERGE_STEPS
-        best = gl.where(steps < fewest, pieces, best)
-        fewest = gl.minimum(steps, fewest)
-    return best
+    fewest = ((items + programs - 1) // programs * (longest + ITEM_STEPS)) << WAVE_BITS
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    wave = gl.arange(0, 32, LANES) % WAVES + 1  # all at once: divisions take long
+    pieces = _pieces_of(wave, items, most, programs)
+    rounds = (items * pieces + programs - 1) // programs
+    steps = rounds * ((longest + pieces - 1) // pieces + ITEM_STEPS) + MERGE_STEPS
+    fewest = gl.minimum(gl.min((steps << WAVE_BITS) + wave, 0), fewest)
+    wave = fewest & ((1 << WAVE_BITS) - 1)
+    return gl.where(wave > 0, _pieces_of(wave, items, most, programs), 1)
 
 
 @gluon_function
-def _turn(n: gl.tensor) -> gl.tensor:
+def _pieces_of(
+    wave: gl.tensor, items: gl.tensor, most: gl.tensor, programs: gl.tensor
+) -> gl.tensor:
+    """Pieces an item that make about `wave` rounds of the programs."""
+    return gl.minimum(gl.maximum(wave * programs // items, 1), most)
+
+
+@gluon_function
+def find_turn(n: gl.tensor) -> gl.tensor:
     """This program's place in round n: from the end where n has an odd number of ones."""
     me = gl.program_id(0)
     n ^= n >> 16
@@ -191,7 +201,7 @@ def _turn(n: gl.tensor) -> gl.tensor:
 def read_item(n: gl.tensor, work: gl.tensor, given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
     """This program's n-th item, or any where there are no more; a while before it is needed."""
     n = gl.maximum(gl.minimum(n, work.items - 1), 0)
-    item = n * gl.num_programs(0) + _turn(n)
+    item = n * gl.num_programs(0) + find_turn(n)
     rank = item // FORM.slices
     if FORM.planned:
         entry = given.work + ENTRY + rank * ENTRY
@@ -217,6 +227,27 @@ def read_item(n: gl.tensor, work: gl.tensor, given: gl.tensor, FORM: gl.constexp
         position = first + skipped
     part = item % FORM.slices
     return Item(seq, row, tokens, position, length, first, part, piece, pieces, item)
+
+
+@gluon_function
+def find_heads(item: gl.tensor, FORM: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
+    """(KV head, first query head) of an item."""
+    EACH: gl.constexpr = (FORM.group + FORM.pack - 1) // FORM.pack
+    kv_head = item.part // EACH
+    return kv_head, kv_head * FORM.group + item.part % EACH * FORM.pack
+
+
+@gluon_function
+def find_rows(
+    row: gl.tensor, item: gl.tensor, FORM: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+    """(query token, query head, whether it is there) of rows of an item, by their numbers."""
+    kv_head, first = find_heads(item, FORM)
+    token, head = row // FORM.pack, first + row % FORM.pack
+    live = token < item.tokens
+    if FORM.group % FORM.pack > 0:
+        live = live & (head < (kv_head + 1) * FORM.group)
+    return token, head, live
 
 
 @gluon_function

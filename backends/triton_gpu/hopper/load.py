@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from backends.triton_gpu.hopper.items import (
     GROUPS,
     count_work,
+    find_heads,
     find_live,
     find_span,
     gluon_function,
@@ -40,9 +41,9 @@ def load_tiles(
     ahead_item = read_item(j, work, given, FORM)
     for n in range(work.items):
         item = ahead_item
-        if not (FORM.split and FORM.planned):
+        if not FORM.split:
             _load_rows(q_desc, q_tail, rows, n, item, FORM)
-        kv_head = item.part * FORM.pack // FORM.group
+        kv_head, _ = find_heads(item, FORM)
         table = tables + item.seq.to(gl.int64) * table_stride
         seen = item.length * 0
         low = seen
@@ -51,7 +52,9 @@ def load_tiles(
             low = gl.maximum(item.position - window + 1, 0) // BLOCK_SIZE
         high = (item.position + item.tokens - 1) // BLOCK_SIZE
         begin, end, _, _ = find_span(item, window, FORM)
-        ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
+        ahead = load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
+        if FORM.split and not FORM.planned:  # behind a load that takes as long
+            _load_rows(q_desc, q_tail, rows, n, item, FORM)
         live_begin, live_end = find_live(item, window, FORM)
         ahead_item = read_item(n + 1, work, given, FORM)
         late = gl.minimum(gl.minimum(n, 1) * 2, end - begin - 1)  # behind tiles that find room
@@ -60,7 +63,7 @@ def load_tiles(
                 if i == late:
                     _load_rows(q_desc, q_tail, rows, n, item, FORM)
             key = (end - 1 - i) * TILE
-            entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
+            entries, ahead = ahead, load_entries(table, key - TILE, low, high, BLOCK_SIZE)
             k_at = j % K_DEPTH
             mbarrier.wait(k.empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
             _copy_blocks(
@@ -100,9 +103,9 @@ def _load_values(
         if edge:
             mbarrier.wait(v.full.index(DEPTH), edges & 1)
             edges += 1
-            _clear_values(v.tiles.index(at), live_begin - key, live_end - key)
+            clear_values(v.tiles.index(at), live_begin - key, live_end - key)
             if FORM.has_tail:
-                _clear_values(v.tails.index(at), live_begin - key, live_end - key)
+                clear_values(v.tails.index(at), live_begin - key, live_end - key)
             fence_async_shared()
             mbarrier.arrive(v.full.index(at), count=1)
     return edges
@@ -116,7 +119,8 @@ def _load_rows(
     """Start the copies of the n-th item's rows, once there is room."""
     BUFFERS: gl.constexpr = rows.tiles.shape[0] // GROUPS
     REST: gl.constexpr = tail.block_type.nbytes if FORM.has_tail else 0
-    buffer, head = n % BUFFERS, item.part * FORM.pack
+    buffer = n % BUFFERS
+    _, head = find_heads(item, FORM)
     full = rows.full.index(buffer)
     mbarrier.wait(rows.empty.index(buffer), (n // BUFFERS & 1) ^ 1)
     mbarrier.expect(full, GROUPS * (desc.block_type.nbytes + REST))
@@ -130,7 +134,7 @@ def _load_rows(
 
 
 @gluon_function
-def _load_entries(
+def load_entries(
     table: gl.tensor, key: gl.tensor, low: gl.tensor, high: gl.tensor, BLOCK_SIZE: gl.constexpr
 ) -> gl.tensor:
     """The entries of the table from `key` on, one a lane, each from within low .. high."""
@@ -163,7 +167,7 @@ def _copy_blocks(
 
 
 @gluon_function
-def _clear_values(tile: gl.tensor, begin: gl.tensor, end: gl.tensor) -> None:
+def clear_values(tile: gl.tensor, begin: gl.tensor, end: gl.tensor) -> None:
     """Write zeros to all rows of a tile [TILE, 1, WIDTH] but begin .. end - 1."""
     TILE: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[2]

@@ -11,7 +11,7 @@ until the sign has changed.
 
 from triton.experimental.gluon import language as gl
 
-from backends.triton_gpu.hopper.items import GROUPS, HALF, gluon_function, read_item
+from backends.triton_gpu.hopper.items import GROUPS, HALF, find_rows, gluon_function, read_item
 from backends.triton_gpu.prefill.order import COUNTER
 from backends.triton_gpu.shared.softmax import add_tile
 
@@ -62,7 +62,6 @@ def _merge_rows(
     STEP: gl.constexpr, ROWS: gl.constexpr, FORM: gl.constexpr,
 ) -> None:  # fmt: skip
     """Add up the rows begin .. end - 1 of an item, ROWS of STEP pieces at a time."""
-    PACK: gl.constexpr = FORM.pack
     SLICES: gl.constexpr = FORM.slices
     HEAD_DIM: gl.constexpr = FORM.head_dim
     WIDTH: gl.constexpr = 64 if HEAD_DIM <= 64 else 128 if HEAD_DIM <= 128 else 256
@@ -94,8 +93,8 @@ def _merge_rows(
         share = gl.convert_layout(1.0 / gl.where(live, total, 1.0), ROW)
         r = base + gl.arange(0, ROWS, ROW)
         across = gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
-        to = (item.row + r // PACK).to(gl.int64) * FORM.token_stride
-        to += (item.part * PACK + r % PACK) * FORM.head_stride
-        mask = (r < end)[:, None] & (across < HEAD_DIM)[None, :]
+        token, head, there = find_rows(r, item, FORM)
+        to = (item.row + token).to(gl.int64) * FORM.token_stride + head * FORM.head_stride
+        mask = ((r < end) & there)[:, None] & (across < HEAD_DIM)[None, :]
         result = (sums * share[:, None]).to(given.out.dtype.element_ty)
         gl.store(given.out + to[:, None] + across[None, :], result, mask=mask)

@@ -9,7 +9,7 @@ The formula and the results of `prefill/prefill.py`, whose kernel serves what th
 matrix unit and exponential unit work at the same time.
 
 Layout: an item is 128 rows, TOKENS query tokens of one sequence times PACK query heads of one KV
-head, PACK being the largest power of two that divides the group; it walks the tiles of 128 keys
+head (`heads_an_item`); it walks the tiles of 128 keys
 (64 above head_dim 128) that it sees, last first. In shared memory are rings of tiles of K and of V
 and the rows of two items, 224 KiB at head_dim 128 (`shape_for`). Rows of K, V and Q are padded with
 zeros to 64, 128 or 256 numbers by the copy engine.
@@ -48,12 +48,14 @@ from backends.triton_gpu.hopper.widen import widen_values
 from backends.triton_gpu.prefill.order import Items, Order, keep_counter, keep_order, plan_order
 from backends.triton_gpu.shared.e4m3 import scale_step
 from backends.triton_gpu.shared.launch import Box, Variant, launcher
-from backends.triton_gpu.shared.place import Place, ceil_div
+from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
 
 ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
 LONG = 1024
 """Keys of a sequence below which cutting them gains nothing."""
+LONGEST = 1 << 20
+"""Query tokens of a sequence for which rows are packed where that must not depend on the batch."""
 MOST_CAP = 512.0
 """The largest soft cap; its logits err by up to 3e-7 times the cap, however small they are."""
 
@@ -232,12 +234,11 @@ class Form(NamedTuple):
     """There is a list of work; otherwise there is one sequence."""
     split: bool
     """Items may be cut, and all programs run at the same time."""
+    alike: bool
+    """Capped logits are rounded as if each were alone."""
+    pack: int
+    """Query heads of an item, of one KV head; there may be fewer."""
     shape: Shape
-
-    @property
-    def pack(self) -> int:
-        """Query heads of an item."""
-        return heads_an_item(self.group)
 
     @property
     def tokens(self) -> int:
@@ -247,7 +248,7 @@ class Form(NamedTuple):
     @property
     def slices(self) -> int:
         """Items that share a tile of tokens."""
-        return self.num_heads // self.pack
+        return self.num_heads // self.group * ceil_div(self.group, self.pack)
 
     @property
     def has_tail(self) -> bool:
@@ -291,15 +292,22 @@ def shape_for(head_dim: int, *, split: bool, e4m3: bool = False) -> Shape:
     return SHAPES.get((size, split)) or SHAPES[size, False]
 
 
-def heads_an_item(group: int) -> int:
-    """Query heads of a KV head that share an item: the largest power of two in the group."""
-    return min(group & -group, int(HALF.value))
+def heads_an_item(group: int, query_len: int) -> int:
+    """Query heads of a KV head that share an item of a sequence of `query_len` query tokens.
+
+    The largest power of two in the group, or one that leaves rows empty where items are fewer then.
+    """
+    packs = (min(pack, int(HALF.value)) for pack in (group & -group, power_of_two(group)))
+    return min(packs, key=lambda pack: _count_items(group, pack, query_len))
 
 
 def items_a_kv_head(group: int, query_len: int) -> int:
     """Items of a sequence of `query_len` query tokens."""
-    pack = heads_an_item(group)
-    return group // pack * ceil_div(query_len, ROWS // pack)
+    return _count_items(group, heads_an_item(group, query_len), query_len)
+
+
+def _count_items(group: int, pack: int, query_len: int) -> int:
+    return ceil_div(group, pack) * ceil_div(query_len, ROWS // pack)
 
 
 def can_attend(
@@ -324,8 +332,8 @@ def can_attend(
         and block_size & (block_size - 1) == 0
         and terms.scale > 0
         and not is_large_cap(terms)
-        and all(_can_copy(tensor) for tensor in (query, out, cache.k, cache.v))
-        and all(_slots(tensor) < 1 << 31 for tensor in (cache.k, cache.v))
+        and all(can_copy(tensor) for tensor in (query, out, cache.k, cache.v))
+        and all(count_slots(tensor) < 1 << 31 for tensor in (cache.k, cache.v))
     )
 
 
@@ -343,7 +351,8 @@ def _can_divide(query: Tensor, cache: KVCache) -> bool:
     )
 
 
-def _can_copy(tensor: Tensor) -> bool:
+def can_copy(tensor: Tensor) -> bool:
+    """Whether the copy engine reads a tensor's rows, and slots of a cache, as they lie."""
     *outer, token, head, _ = tensor.stride()
     return (
         tensor.data_ptr() % 16 == 0
@@ -354,7 +363,7 @@ def _can_copy(tensor: Tensor) -> bool:
     )
 
 
-def _slots(cache: Tensor) -> int:
+def count_slots(cache: Tensor) -> int:
     """Slots from the first of a cache to its last, those of other tensors between them included."""
     return (cache.shape[0] - 1) * (cache.stride(0) // cache.stride(1)) + cache.shape[1]
 
@@ -386,23 +395,25 @@ def plan_attend(
     device, (num_heads, head_dim) = query.device, query.shape[1:]
     block_size, num_kv_heads = cache.k.shape[1:3]
     group = num_heads // num_kv_heads
-    pack = heads_an_item(group)
+    pack = heads_an_item(group, LONGEST if terms.batch_invariant else batch.max_query_len)
     programs, planned = place.num_multiprocessors(device), batch.num_seqs > 1
     e4m3 = cache.k.element_size() == 1
     shape = shape_for(head_dim, split=False, e4m3=e4m3)
-    whole = batch.num_tokens * pack // ROWS * (num_heads // pack)
+    slices = num_kv_heads * ceil_div(group, pack)
+    whole = batch.num_tokens * pack // ROWS * slices
     split = not terms.batch_invariant and whole < programs and batch.max_seq_len >= LONG
     shape = shape_for(head_dim, split=split, e4m3=e4m3)
     tokens = ROWS // pack
     tiles = batch.num_tokens // tokens + batch.num_seqs
-    items = Items(tokens, num_heads // pack, shape.tile, tiles, programs, split)
+    items = Items(tokens, slices, shape.tile, tiles, programs, split)
     k_stride, v_stride = cache.k.stride(), cache.v.stride()
     (o_token, o_head), rows = out.stride()[:2], k_stride[0] // k_stride[1]
     form = Form(
         o_token, o_head, block_size, rows, v_stride[0] // v_stride[1],
         num_heads, group, head_dim,
         terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
-        scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split, shape,
+        scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split,
+        terms.batch_invariant and terms.soft_cap is not None, pack, shape,
     )  # fmt: skip
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
     has_window, most_items = terms.window is not None, items.ranks * items.slices
@@ -428,7 +439,7 @@ def boxes_of(shape: Shape, query: Tensor, cache: KVCache, pack: int) -> tuple[Bo
         boxes.append(Box(query.shape, query.stride(), size, layout_of(width, 2)))
         for tensor in (cache.k, cache.v):
             size = (min(tensor.shape[1], shape.tile), 1, width)
-            seen = (_slots(tensor), *tensor.shape[2:])
+            seen = (count_slots(tensor), *tensor.shape[2:])
             boxes.append(Box(seen, tensor.stride()[1:], size, layout_of(width, tensor.itemsize)))
     return tuple(boxes)
 

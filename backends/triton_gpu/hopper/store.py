@@ -10,7 +10,7 @@ from typing import NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from backends.triton_gpu.hopper.items import GROUPS, HALF, gluon_function
+from backends.triton_gpu.hopper.items import GROUPS, HALF, find_rows, gluon_function
 
 
 class State(NamedTuple):
@@ -31,7 +31,6 @@ def _store(
     FIRST: gl.constexpr, FORM: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
     """Divide, round, store from dimension FIRST, by way of the rows' own `tile`, 16 bytes each."""
-    PACK: gl.constexpr = FORM.pack
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     share = gl.convert_layout(share, gl.SliceLayout(1, sums.type.layout))
     tile.store((sums * share[:, None]).to(out.dtype.element_ty))
@@ -39,10 +38,9 @@ def _store(
     fence_async_shared()
     r = gl.arange(0, HALF, gl.SliceLayout(1, WIDE))
     dim = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, WIDE))
-    token = GROUP_ID * (FORM.tokens // GROUPS) + r // PACK
-    to = (item.row + token).to(gl.int64) * FORM.token_stride
-    to += (item.part * PACK + r % PACK) * FORM.head_stride
-    mask = (token < item.tokens)[:, None] & (dim < FORM.head_dim)[None, :]
+    token, head, live = find_rows(GROUP_ID * HALF + r, item, FORM)
+    to = (item.row + token).to(gl.int64) * FORM.token_stride + head * FORM.head_stride
+    mask = live[:, None] & (dim < FORM.head_dim)[None, :]
     gl.store(out + to[:, None] + dim[None, :], result, mask=mask)
 
 
@@ -56,7 +54,7 @@ def _store_part(
     share = gl.convert_layout(share, ROW)
     r = gl.arange(0, HALF, ROW)
     dim = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-    live = GROUP_ID * (FORM.tokens // GROUPS) + r // FORM.pack < item.tokens
+    _, _, live = find_rows(GROUP_ID * HALF + r, item, FORM)
     row = (item.number * GROUPS + GROUP_ID) * HALF + r
     mask = live[:, None] & (dim < FORM.head_dim)[None, :]
     gl.store(
@@ -81,7 +79,7 @@ def finish(
             if v.tails.shape[3] < WIDTH:
                 _store_part(state.extra, share, partial, item, WIDTH, FORM, GROUP_ID)
             r = gl.arange(0, HALF, total.type.layout)
-            live = GROUP_ID * (FORM.tokens // GROUPS) + r // FORM.pack < item.tokens
+            _, _, live = find_rows(GROUP_ID * HALF + r, item, FORM)
             lses = partial + given.most_items * (GROUPS * HALF * FORM.head_dim)
             row = (item.number * GROUPS + GROUP_ID) * HALF + r
             gl.store(lses + row, state.highest + gl.log2(total), mask=live)

@@ -41,7 +41,8 @@ from backends.triton_gpu.decode.splits import (
     plan_grid,
 )
 from backends.triton_gpu.latent import hopper as hopper_latent
-from backends.triton_gpu.prefill.order import find_tile
+from backends.triton_gpu.latent import wide
+from backends.triton_gpu.prefill.order import Items, Order, find_tile, keep_order, plan_order
 from backends.triton_gpu.shared.e4m3 import load_scale, widen
 from backends.triton_gpu.shared.launch import Launch, Variant, launcher
 from backends.triton_gpu.shared.layer import Layer, layer_of
@@ -262,6 +263,8 @@ class Plan:
     """float32 numbers that the parts need."""
     merge: Launch | None
     tile: Launch
+    order: Order | None
+    """What lists the tiles, for a kernel that reads a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +353,8 @@ def plan_latents(
     row_bytes = (width + max(16, power_of_two(rest))) * query.element_size()
     room = place.shared_bytes(out.device)
     on_hopper = hopper_latent.can_attend(place, query, cache)
+    is_wide = wide.can_attend(place, query, cache)
     part = shape_for(num_heads, max(1, most), row_bytes, query.element_size(), room)
-    tile = shape_for(num_heads, MANY_ROWS, row_bytes, query.element_size(), room)
     if on_hopper:
         part = hopper_shape(num_heads, max(1, most))
     slices = ceil_div(num_heads, part.heads)
@@ -368,16 +371,73 @@ def plan_latents(
         merge = merging.plan_merge(place, batch, out, grid, cut, num_heads, most, NOT_SHARED)
     if cut.vector == 16:  # with a vector of half a warp the compiler spills in the walk
         cut = cut._replace(vector=32)
-    part_variant = _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper)
-    tile_variant = _variant(place, query, cache, terms, layer, tile, None, on_hopper=False)
     strides = (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0))
-    tiles = batch.num_tokens // (tile.rows // tile.heads) + batch.num_seqs
+    part_grid = (programs, *grid.shape)
+    if is_wide and part.rows == wide.ROWS and block_size >= wide.LARGE:
+        part_launch = _wide(place, query, cache, out, terms, layer, cut, part_grid)
+        part_launch = part_launch._replace(numbers=(*strides[2:], most, grid.target))
+    else:
+        part_variant = _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper)
+        part_launch = Launch(part_variant, part_grid, (*strides, most, grid.target))
+    tile_launch, order = _plan_tiles(place, query, cache, batch, out, terms, layer, most + 1)
     return Plan(
-        batch.block_table.shape[1] * block_size, most,
-        Launch(part_variant, (programs, *grid.shape), (*strides, most, grid.target)),
-        grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, merge,
-        Launch(tile_variant, (ceil_div(num_heads, tile.heads), tiles, 1), (*strides, most + 1)),
+        batch.block_table.shape[1] * block_size, most, part_launch,
+        grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, merge, tile_launch,
+        order,
     )  # fmt: skip
+
+
+def _plan_tiles(
+    place: Place,
+    query: Tensor,
+    cache: KVCache,
+    batch: PagedBatch,
+    out: Tensor,
+    terms: AttentionTerms,
+    layer: Layer,
+    shortest: int,
+) -> tuple[Launch, Order | None]:
+    """The launch for sequences from `shortest` query tokens on, and what lists its tiles."""
+    num_heads, itemsize = layer.num_heads, query.element_size()
+    if wide.can_attend(place, query, cache):
+        launch = _wide(place, query, cache, out, terms, layer, None, (1, 1, 1))
+        tokens, slices = wide.ROWS // wide.heads_a_program(num_heads), wide.slices_of(num_heads)
+        tiles = batch.num_tokens // tokens + batch.num_seqs
+        programs = min(slices * tiles, place.num_multiprocessors(out.device))
+        items = Items(tokens, slices, wide.TILE, tiles, programs, split=False)
+        order = plan_order(place, out.device, items, has_window=layer.has_window)
+        numbers = (batch.block_table.stride(0),)
+        return launch._replace(grid=(programs, 1, 1), numbers=numbers), order
+    row_bytes = (layer.width + max(16, power_of_two(layer.rest_dim))) * itemsize
+    room = place.shared_bytes(out.device)
+    shape = shape_for(num_heads, MANY_ROWS, row_bytes, itemsize, room)
+    variant = _variant(place, query, cache, terms, layer, shape, None, on_hopper=False)
+    tiles = batch.num_tokens // (shape.rows // shape.heads) + batch.num_seqs
+    grid = (ceil_div(num_heads, shape.heads), tiles, 1)
+    strides = (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0))
+    return Launch(variant, grid, (*strides, shortest)), None
+
+
+def _wide(
+    place: Place,
+    query: Tensor,
+    cache: KVCache,
+    out: Tensor,
+    terms: AttentionTerms,
+    layer: Layer,
+    cut: Cut | None,
+    grid: tuple[int, int, int],
+) -> Launch:
+    """The launch of a kernel of `wide`: of parts that are cut so, without a cut of tiles."""
+    chained = cut is not None and place.can_chain(query.device)
+    form = wide.form_of(layer, cache, out, cut, chained=chained)
+    dtypes = (query.dtype, None if terms.sinks is None else terms.sinks.dtype)
+    kernel = wide.attend_tile if cut is None else wide.attend_part
+    variant = kernel.variant(
+        place, query.device, dtypes, (form,), num_warps=wide.WARPS,
+        **({"launch_pdl": True} if chained else {}),
+    )  # fmt: skip
+    return Launch(variant, grid, (), wide.boxes_of(form, query, cache))
 
 
 def _variant(
@@ -420,10 +480,20 @@ def attend_latents(
     scales = lens if cache.k_scale is None else cache.k_scale
     window = min(terms.window or 0, batch.max_seq_len + 1)
     logits = (float(terms.scale), terms.soft_cap or 1.0)
+    boxed = (query, query, cache.k, cache.k)
     if plan.most:
         partial = torch.empty(plan.parts_size, dtype=torch.float32, device=out.device)
-        plan.part.run((query, cache.k, out, sinks, partial, *where, scales), window, *logits)
+        if plan.part.boxes:
+            tensors = (out, sinks, partial, *where)
+            plan.part.run(tensors, window, *logits, boxed=boxed)
+        else:
+            plan.part.run((query, cache.k, out, sinks, partial, *where, scales), window, *logits)
         if plan.merge is not None:
             merging.merge(plan.merge, partial, batch, out, window, NOT_SHARED)
-    if batch.max_query_len > plan.most:
+    if batch.max_query_len <= plan.most:
+        return
+    if plan.order is not None:
+        work = keep_order(plan.order, batch, shortest=plan.most + 1, window=window)
+        plan.tile.run((out, sinks, batch.block_table, work), window, *logits, boxed=boxed)
+    else:
         plan.tile.run((query, cache.k, out, sinks, *where, scales), window, *logits)

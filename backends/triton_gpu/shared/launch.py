@@ -278,10 +278,13 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
     """The kernel's first numbers."""
+    boxes: tuple[Box | None, ...] = ()
 
-    def run(self, tensors: Sequence[Tensor], *numbers: Number) -> None:
+    def run(
+        self, tensors: Sequence[Tensor], *numbers: Number, boxed: Sequence[Tensor] = ()
+    ) -> None:
         """Run the kernel on the current stream."""
-        self.variant.launch(self.grid, tensors, (*self.numbers, *numbers))
+        self.variant.launch(self.grid, tensors, (*self.numbers, *numbers), self.boxes, boxed)
 
 
 _launchers: dict[tuple[str, str], "Launcher"] = {}

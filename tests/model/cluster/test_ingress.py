@@ -170,6 +170,15 @@ def test_a_request_whose_replica_is_lost_is_sent_again_while_the_client_has_noth
     assert len(handle.calls) == 2
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_stream_of_blocks_whose_replica_is_lost_ends_with_an_error_that_has_a_name(ingress, path):
+    handle = Handle(ingress, [TAKEN, FIRST, LOST])
+    *_, error, end = ask(ingress, handle, path=path, max_tokens=1, stream=True).text.split("\n\n")
+    name, told = error.split("\n")
+    assert (name, end) == ("event: error", "")
+    assert json.loads(told.removeprefix("data: "))["error"]["code"] == "engine_fault"
+
+
 def test_a_stream_whose_replica_is_lost_ends_with_one_error(ingress):
     handle = Handle(ingress, [TAKEN, FIRST, LOST])
     first, error, done = ask(ingress, handle, prompt=[1], stream=True).text.split("\n\n")[:3]
@@ -309,6 +318,11 @@ def test_a_replica_is_chosen_by_the_tokens_that_it_will_compute(ingress, codec):
     assert chat == codec.encode_chat(told)
     chat, _ = prompt("/v1/chat/completions", messages=messages, add_generation_prompt=False)
     assert chat == codec.encode_chat(told, opens_answer=False)
+    told = [{"role": "system", "content": "Be brief."}, *told]
+    answer = prompt("/v1/responses", input=text, instructions="Be brief.", cache_salt="mine")
+    assert answer == (codec.encode_chat(told), salted)
+    same = prompt("/v1/messages", messages=messages, system="Be brief.", max_tokens=1)
+    assert same == (codec.encode_chat(told), plain)
 
 
 def test_a_request_for_an_adapter_is_routed_by_the_namespace_that_replicas_compute_it_in(
@@ -339,6 +353,9 @@ def test_a_request_for_an_adapter_is_routed_by_the_namespace_that_replicas_compu
         ("/v1/completions", b'{"prompt": [-1]}'),
         ("/v1/completions", b'{"prompt": [4294967296]}'),
         ("/v1/chat/completions", b'{"messages": []}'),
+        ("/v1/responses", b'{"input": "x", "previous_response_id": "r"}'),
+        ("/v1/responses", b'{"input": "x", "n": "two"}'),
+        ("/v1/messages", b'{"messages": [{"role": "user", "content": "x"}]}'),
         ("/tokenize", b'{"prompt": "x"}'),
     ],
 )

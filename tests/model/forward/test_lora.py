@@ -135,6 +135,38 @@ def test_requests_share_a_prefix_only_with_requests_of_equal_adapters(folders, t
     assert versions == {"attention": one.namespace.lora_version}
 
 
+def test_a_request_keeps_its_adapter_when_it_is_unloaded(folders, monkeypatch):
+    place, encoded, wanted = folders
+    model = load_model(str(CHECKPOINT_DIR), CPU)
+    engine = Engine(model, backends.get_backend("numba"), EngineConfig(block_size=4, max_loras=2))
+    texts = {name: f"sql={place / name}" for name in TARGETS}
+    engine.add_adapter(engine.read_adapter(texts["attention"]))
+    first = engine.submit(asked(encoded[0], "sql"))[0]
+    for _ in range(4):
+        engine.step()
+    engine.remove_adapter("sql")
+    with pytest.raises(InvalidArgumentError, match="a loaded adapter"):
+        engine.submit(asked(encoded[0], "sql"))
+    engine.add_adapter(engine.read_adapter(texts["all"]))  # of the same name, with other weights
+    other = engine.read_adapter(f"other={place / 'all'}")
+    with pytest.raises(InvalidArgumentError, match="1 of them until their requests"):
+        engine.add_adapter(other)
+    second = engine.submit(asked(encoded[0], "sql"))[0]
+    while engine.has_unfinished:
+        engine.step()
+    found = [request.output_tokens for request in (first, second)]
+    assert found == [wanted["attention"][0], wanted["all"][0]]
+    engine.add_adapter(other)
+    assert engine.adapter_names == ("sql", "other")
+
+    # A planted bug: nothing keeps what an unfinished request has.
+    monkeypatch.setattr(engine, "_namespaces", list)
+    engine.submit(asked(encoded[0], "other"))
+    engine.remove_adapter("other")
+    with pytest.raises(KeyError):
+        engine.step()
+
+
 def changed(place, tmp_path, edit=None, **fields):
     """A copy of an adapter whose configuration or tensors are changed."""
     config = json.loads((place / "attention" / "adapter_config.json").read_text()) | fields
