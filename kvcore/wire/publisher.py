@@ -241,6 +241,8 @@ class Publisher:
         if self._closing:
             return
         self._closing = True
+        for tier, changes in zip(self._tiers, self._copies, strict=True):
+            tier.unwatch(changes)
         self._transport.wake()
         self._transport.join(_JOIN_S)
 
