@@ -1,5 +1,9 @@
 """Batch-invariant mode: a request's result is the same to the bit alone and in any batch."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -51,6 +55,14 @@ def test_without_it_the_check_has_something_to_find():
             assert torch.allclose(layer(rows), together, atol=1e-5)
     if torch.equal(together, single):
         pytest.skip("this library of matrix products happens to be batch-invariant")
+
+
+def test_a_row_is_the_same_among_any_others_in_the_kernels_of_a_gpu():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.model.invariant_check"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "a row is the same among any others\n", done.stderr
 
 
 def test_what_cannot_be_batch_invariant_is_refused():
