@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ PARAMS = [
 
 
 def engine_of(architecture="qwen3", **fields):
-    config = EngineConfig(num_blocks=90, block_size=4, batch_invariant=True, **fields)
+    sizes = {"num_blocks": 90, **fields}
+    config = EngineConfig(block_size=4, batch_invariant=True, **sizes)
     return Engine(build(architecture, 25), backends.get_backend("numba"), config)
 
 
@@ -41,6 +43,24 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_batch(architecture, budg
     alone = {n: outputs(engine_of(architecture), [n])[n] for n in range(len(PROMPTS))}
     for numbers in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0], [1, 1, 1, 2]):
         assert outputs(engine, numbers) == {n: alone[n] for n in numbers}
+
+
+def test_it_gives_the_same_bits_when_it_is_preempted_and_with_draft_tokens():
+    prompts = ["abc abc abc abc abc abc abc abc abc ", *PROMPTS[:3]]
+    params = [replace(each, max_tokens=40) for each in PARAMS]
+
+    def outputs(numbers, **fields):
+        engine = engine_of(**{"num_blocks": 400, **fields})
+        done = engine.generate([prompts[n] for n in numbers], [params[n] for n in numbers])
+        return [one.tokens for one in done], engine.stats
+
+    alone = [outputs([n])[0][0] for n in range(4)]
+    pressed, stats = outputs(range(4), num_blocks=32)
+    assert pressed == alone
+    assert stats.num_preemptions > 0
+    drafted, stats = outputs(range(4), drafts="ngram")
+    assert drafted == alone
+    assert stats.num_draft_tokens > 0
 
 
 def test_without_it_the_check_has_something_to_find():
