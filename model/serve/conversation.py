@@ -165,8 +165,15 @@ class ConversationOptions(Strict):
 
     @property
     def template_options(self) -> dict[str, object]:
-        """What a chat template is told beside the messages. O(tools)."""
+        """What a chat template is told beside the messages. O(tools).
+
+        Raises:
+            ApiError: the client brings a template of its own, which might never end.
+        """
         told: dict[str, object] = {}
+        if "chat_template" in (self.chat_template_kwargs or {}):
+            field = "chat_template_kwargs.chat_template"
+            raise ApiError(400, f"{field}: wanted no template of the client's", param=field)
         if self.tools:
             told["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         if self.continue_final_message:

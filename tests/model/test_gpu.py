@@ -81,6 +81,46 @@ def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
     assert engine.stats.num_hit_tokens > 0
 
 
+TEXTS = ["a prompt of some length, ", "short", "abc abc abc abc abc abc abc abc abc ", "x"] * 2
+DRAWN = [
+    SamplingParams(max_tokens=40, logprobs=3, ignore_eos=True, temperature=0.8, seed=number % 4)
+    for number in range(len(TEXTS))
+]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_batch_invariant_a_request_has_the_same_bits_however_it_is_computed(architecture, dtype):
+    """Tokens and log-probabilities: alone, in batches, chunks, hits, preempted, with drafts."""
+    backend = backends.get_backend("triton")
+    built = build(architecture, 25)
+    model = wrap_network(architecture, built.network.to(backend.device, dtype), built.codec)
+
+    def outputs(numbers, **fields):
+        config = EngineConfig(
+            **{"num_blocks": 90, "block_size": 16, **fields}, batch_invariant=True
+        )
+        engine = Engine(model, backend, config)
+        texts, params = [TEXTS[n] for n in numbers], [DRAWN[n] for n in numbers]
+        engine.generate(texts, params)
+        again = [one.tokens for one in engine.generate(texts, params)]  # hits what it found
+        return again, engine.stats
+
+    alone = [outputs([n])[0][0] for n in range(4)] * 2
+    every = range(len(TEXTS))
+    together, stats = outputs(every)
+    assert together == alone
+    assert stats.num_hit_tokens > 0
+    chunked, _ = outputs(every, max_num_batched_tokens=11)
+    assert chunked == alone
+    pressed, stats = outputs(every, num_blocks=12)
+    assert pressed == alone
+    assert stats.num_preemptions > 0
+    drafted, stats = outputs(every, drafts="ngram")
+    assert drafted == alone
+    assert stats.num_draft_tokens > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafts", [None, "ngram"])
 def test_networks_with_recurrent_layers_give_the_tokens_of_generate_on_a_gpu(kind, drafts):
@@ -167,6 +207,29 @@ def test_recorded_and_compiled_steps_give_the_tokens_of_generate(architecture, c
     alone = engine.generate(PROMPTS[2:], SamplingParams(max_tokens=16))
     assert [c.request.output_tokens for c in alone] == dense[2:]
     assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("kind", ["DeepseekV32Config", "GlmMoeDsaConfig"])
+def test_steps_that_choose_tokens_by_an_index_are_replayed_from_graphs(kind, compiles):
+    config = make_config(kind, "")
+    config.index_topk, config.mlp_layer_types = 5, ["dense", "dense"]
+    if kind == "GlmMoeDsaConfig":
+        config.indexer_types = ["full", "shared"]
+    backend = backends.get_backend("triton")
+    model = build_network(config, seed=0)
+    model.network.to(backend.device)
+    dense = [greedy_and_margin(model, prompt, 16)[0] for prompt in PROMPTS]
+    config = EngineConfig(
+        num_blocks=300, block_size=16, max_num_batched_tokens=40, max_num_seqs=6, compile=compiles
+    )
+    engine = Engine(model, backend, config)
+    assert engine.prepare() == f"{'compiled' if compiles else 'traced'}, 9 graphs"
+    with compilations() as seen:
+        for _ in range(2):  # the second time the prompts are hits
+            done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
+            assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
+    assert not seen
 
 
 @pytest.mark.parametrize("is_async", [False, True])
