@@ -165,7 +165,17 @@ class ConversationOptions(Strict):
 
     @property
     def template_options(self) -> dict[str, object]:
-        """What a chat template is told beside the messages. O(tools)."""
+        """What a chat template is told beside the messages. O(tools).
+
+        Raises:
+            ApiError: it is to be another template, which could compute for ever.
+        """
+        if "chat_template" in (self.chat_template_kwargs or {}):
+            name = "chat_template_kwargs"
+            raise ApiError(
+                400, f"{name}: wanted no chat_template, which --chat-template alone sets",
+                param=name, code="unsupported",
+            )  # fmt: skip
         told: dict[str, object] = {}
         if self.tools:
             told["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
