@@ -122,7 +122,8 @@ def architectures() -> str:
     """Which classes of Transformers run, and why the others do not, as the last walk found."""
     walk = importlib.import_module("tests.model.walk")
     head = f"Found with Transformers {walk.stored_for()}.\n\n"
-    return head + str(walk.tables(walk.stored()))
+    images = importlib.import_module("tests.model.vision").table()
+    return head + str(walk.tables(walk.stored())) + f"\n{images}"
 
 
 def formats() -> str:

@@ -128,7 +128,7 @@ class Engine(EngineCore):
         self._sampler = RequestSampler(
             self.network.vocab_size, self.network.device, self.config.seed, grammars, model.ranks
         )
-        self.images = _image_encoder(model, self.config)
+        self.images = _image_encoder(model, self.network, self.config)
         self._runner = StepRunner(
             self.network,
             BlockMover(self.network.backend, self.network.caches),
@@ -190,8 +190,8 @@ class Engine(EngineCore):
             InvalidArgumentError: as `EngineCore.submit`, an adapter that `lora` does not name, or
                 images for a model of text.
         """
-        if asked.images is not None and isinstance(self._model.images, NoImages):
-            raise InvalidArgumentError(f"image: {self._model.images.why}")
+        if asked.images is not None:
+            self._check_images(asked.images, asked.params)
         name = getattr(asked.namespace, "lora_name", None)
         if name is not None:
             if self.network.adapters is None:
@@ -219,6 +219,31 @@ class Engine(EngineCore):
         if not images:
             return super().encode_chat(messages, **how)
         return self._model.images.encode_chat(messages, images, self.config, **how)
+
+    def _check_images(self, images: PromptImages, params: SamplingParams) -> None:
+        """Refuse images that this engine cannot compute. O(images)."""
+        if isinstance(self._model.images, NoImages):
+            raise InvalidArgumentError(f"image: {self._model.images.why}")
+        if not images.is_whole:
+            return
+        longest, config = max(item.length for item in images.items), self.config
+        room = config.max_num_batched_tokens - config.max_num_seqs
+        windows = [window for window in self.network.layout.windows if window is not None]
+        if longest > room:
+            raise InvalidArgumentError(
+                f"image: wanted at most {room} tokens of one, which one step computes "
+                f"(--max-num-batched-tokens less --max-num-seqs), got {longest}"
+            )
+        if longest > min(windows, default=longest):
+            raise InvalidArgumentError(
+                f"image: wanted at most {min(windows)} tokens of one, the model's window, "
+                f"got {longest}"
+            )
+        if self.keeps_states or params.prompt_logprobs is not None:
+            what = "recurrent layers" if self.keeps_states else "prompt_logprobs"
+            raise InvalidArgumentError(
+                f"image: {what} cannot be combined with images whose tokens see each other"
+            )
 
     def _open_tiers(self, model: LoadedModel, kv: kvcore.KVCacheManager) -> "TierTransfers":
         """Open host memory and disk behind the caches. Reads all weights once.
@@ -374,11 +399,14 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
     return network
 
 
-def _image_encoder(model: LoadedModel, config: EngineConfig) -> ImageEncoder | None:
+def _image_encoder(
+    model: LoadedModel, network: PagedNetwork, config: EngineConfig
+) -> ImageEncoder | None:
     """Runs the vision tower; None: the model takes no images."""
     if isinstance(model.images, NoImages):
         return None
-    return ImageEncoder(model.network, model.images, config.encoder_cache_bytes)
+    size, windows = config.encoder_cache_bytes, network.layout.windows
+    return ImageEncoder(model.network, model.images, size, windows)
 
 
 def _add_adapters(network: PagedNetwork, model: LoadedModel, config: EngineConfig) -> None:

@@ -47,6 +47,7 @@ from kvcore.testing.protocol import (
     Truncates,
 )
 from kvcore.testing.serving import Chunk, Load, Plan, Scheduling, check_scheduler
+from kvcore.testing.tiering import Ended, KilledError, Move, Tiering, check_tier
 
 _RENAMED = {"GroupDriver": "Driver", "Tells": "Resolves", "TellsEvents": "RecordsEvents"}
 
@@ -73,13 +74,16 @@ __all__ = [
     "ChurnMachine",
     "CrashError",
     "Driver",
+    "Ended",
     "Forks",
     "GroupMachine",
     "Groups",
     "KeepsStates",
+    "KilledError",
     "Leases",
     "Load",
     "Memory",
+    "Move",
     "Plan",
     "Prefixes",
     "Promise",
@@ -93,11 +97,13 @@ __all__ = [
     "Swaps",
     "TakesItems",
     "TenantMachine",
+    "Tiering",
     "Truncates",
     "allocator_tests",
     "bound",
     "check_allocator",
     "check_scheduler",
+    "check_tier",
     "lengths",
     "machines_for",
     "prompts",

@@ -192,6 +192,7 @@ class PeerSession:
         self._watched: list[tuple[KeepingTier, Changes]] = []
         self._news = threading.Event()
         self._waiting: list[tuple[Key, bool]] = []
+        self._epochs: list[int] = []  # of the tiers, at the last news
 
     def run(self, channel: Channel) -> None:
         """Answer a connection until it ends.
@@ -230,7 +231,7 @@ class PeerSession:
             self.purpose = purpose
             self._number = int.from_bytes(nonce[:8], "little")
             if purpose == TO_HEAR:
-                self._watched = [(tier, tier.watch(self._news)) for tier in server.tiers]
+                self._watch([tier.epoch for tier in server.tiers])
         else:
             server.stats.num_refused += 1
         if status == OTHER_SECRET:  # it learns nothing
@@ -240,20 +241,16 @@ class PeerSession:
 
     def news(self) -> bytes:
         """Return what has changed since the last call. O(changes)."""
-        is_new = False
-        changed: dict[Key, None] = {}
-        self._news.clear()
-        for _, changes in self._watched:
-            is_cleared, found = changes.take()
-            is_new = is_new or is_cleared
-            changed.update(dict.fromkeys(found))
-        if is_new:
-            changed, self._waiting = {}, []
-            for place, (tier, changes) in enumerate(self._watched):
-                tier.unwatch(changes)
-                self._watched[place] = tier, tier.watch(self._news)
-                changed.update(dict.fromkeys(self._watched[place][1].take()[1]))
         tiers = self._server.tiers
+        self._news.clear()
+        epochs = [tier.epoch for tier in tiers]
+        is_new = epochs != self._epochs  # what was told before may be wrong
+        if is_new:
+            self._waiting = []
+            self._watch(epochs)
+        changed: dict[Key, None] = {}
+        for _, changes in self._watched:
+            changed.update(dict.fromkeys(changes.take()))
         for key in changed:
             if not is_private(key):
                 self._waiting.append((key, any(tier.contains(key) for tier in tiers)))
@@ -261,6 +258,12 @@ class PeerSession:
         came = [key for key, is_there in told if is_there]
         went = [key for key, is_there in told if not is_there]
         return encode_news(came, went, is_new=is_new)
+
+    def _watch(self, epochs: list[int]) -> None:
+        """Have all that is there be news, after these epochs. O(copies)."""
+        self.close()
+        self._epochs = epochs
+        self._watched = [(tier, tier.watch(self._news)) for tier in self._server.tiers]
 
     def copy(self, question: bytes | bytearray) -> list[bytes | memoryview]:
         """Return the answer to a question: a record, or one that is marked as not there.

@@ -152,7 +152,6 @@ class Changes:
 
     def __init__(self, keys: Iterable[Key], news: threading.Event) -> None:
         self._changed = dict.fromkeys(keys, True)
-        self._is_cleared = False
         self._lock = threading.Lock()
         self._news = news
 
@@ -168,14 +167,13 @@ class Changes:
         with self._lock:
             gone = [key for key, is_there in self._changed.items() if not is_there]
             gone += [key for key in keys if key not in self._changed]
-            self._changed, self._is_cleared = dict.fromkeys(gone, False), True
+            self._changed = dict.fromkeys(gone, False)
         self._news.set()
 
-    def take(self) -> tuple[bool, dict[Key, bool]]:
-        """Return whether all had gone at some moment, and each changed key: is it there? O(1)."""
+    def take(self) -> dict[Key, bool]:
+        """Return each changed key, and whether it is there now. O(1)."""
         with self._lock:
-            taken = self._is_cleared, self._changed
-            self._is_cleared, self._changed = False, {}
+            taken, self._changed = self._changed, {}
         return taken
 
 

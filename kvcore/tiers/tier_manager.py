@@ -144,7 +144,8 @@ class TierManager:
 
     def published(self, blocks: list[Block]) -> None:
         """See `ContentWatcher`. O(blocks)."""
-        self._published.update(dict.fromkeys(blocks))
+        if self.keeping:
+            self._published.update(dict.fromkeys(blocks))
 
     def cleared(self) -> None:
         """See `ContentWatcher`: forget every copy, and what is on its way. O(files)."""

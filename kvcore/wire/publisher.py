@@ -213,7 +213,7 @@ class Publisher:
 
     def _take_copies(self) -> Iterator[CopiesChanged]:
         for tier, changes in zip(self._tiers, self._copies, strict=True):
-            _, changed = changes.take()
+            changed = changes.take()
             named = {key: (group_of(key), BlockHash(key[4:])) for key in changed}
             salted = frozenset([name for key, name in named.items() if is_private(key)])
             if changed:
@@ -241,6 +241,8 @@ class Publisher:
         if self._closing:
             return
         self._closing = True
+        for tier, changes in zip(self._tiers, self._copies, strict=True):
+            tier.unwatch(changes)
         self._transport.wake()
         self._transport.join(_JOIN_S)
 

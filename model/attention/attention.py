@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 import backends
+from model.attention.ahead import Ahead
 from model.attention.indexer import NoChoice, SeenTokens
 from model.attention.latents import absorbed
 from model.caches.kv_caches import KVCaches
@@ -82,12 +83,14 @@ class PagedPass:
         caches: of every layer.
         layout: the group of each layer.
         batches: for each group where the step's tokens are.
+        ahead: the tokens that see some behind them; None: there are none.
     """
 
     backend: backends.Backend
     caches: KVCaches
     layout: CacheLayout
     batches: tuple[backends.PagedBatch, ...]
+    ahead: Ahead | None = None
 
     def attend(
         self,
@@ -102,6 +105,7 @@ class PagedPass:
 
         A layer that reads those of an earlier layer stores nothing.
         """
+        looks_ahead = self.ahead is not None and layer in self.ahead.layers
         layer = self.layout.numbers[layer]
         cache, shape = self.caches.layers[layer], self.layout.layers[layer]
         batch = self.batches[self.layout.places[layer][0]]
@@ -112,9 +116,13 @@ class PagedPass:
             self.backend.store_kv(key, rows, cache, batch.slot_mapping)
         if chosen is not None and batch.max_seq_len > chosen.shape[1]:
             sparse: Any = self.backend
-            out: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)
-            return out
-        return self.backend.paged_attention(query, cache, batch, terms)
+            found: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)
+            return found
+        out = self.backend.paged_attention(query, cache, batch, terms)
+        if looks_ahead and self.ahead is not None:
+            group = self.layout.places[layer][0]
+            self.ahead.attend(out, self.backend, query, cache, group, terms)
+        return out
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
         """Store the index keys of the step, then score and choose.

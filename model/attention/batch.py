@@ -23,6 +23,7 @@ from torch import Tensor
 import backends
 import kvcore
 from kvcore.adapters.recurrent import Run, StateStep
+from model.attention.ahead import Ahead
 from model.attention.chunks import chunked_batch
 from model.attention.shared_prefix import Shared, Worth, shared_run
 from model.control.request import Request
@@ -48,6 +49,7 @@ class StepTensors:
         states: which states of recurrent layers are read and written; None: none is.
         images: makes the further arguments of a pass with images from its input_ids; None: it has
             none.
+        ahead: the tokens that see some behind them, on the network's device; None: there are none.
     """
 
     input_ids: Tensor
@@ -58,6 +60,7 @@ class StepTensors:
     is_long: Tensor | None = None
     states: StateStep | None = None
     images: Callable[[Tensor], Mapping[str, object]] | None = None
+    ahead: Ahead | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
         """The same on a device; the copies may still run on return. O(its bytes)."""
@@ -91,6 +94,7 @@ class StepTensors:
             is_long=None if self.is_long is None else send(self.is_long),
             states=None if self.states is None else self.states.to(device),
             images=self.images,
+            ahead=self.ahead,
         )
 
 

@@ -156,11 +156,12 @@ class Admission:
     def num_reservable(self, request: Request, wanted: int) -> int:
         """The most next tokens, at most `wanted`, that the free blocks have room for.
 
+        0 where a chunk would cut an image that one step has to compute.
         O(num_groups * log(wanted)).
         """
         sequence = request.running_sequence
         if self._kv.can_reserve(sequence, wanted):
-            return wanted
+            return request.whole_chunk(wanted)
         fits, too_many = 0, wanted
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
@@ -168,7 +169,7 @@ class Admission:
                 fits = middle
             else:
                 too_many = middle
-        return fits
+        return request.whole_chunk(fits)
 
     @staticmethod
     def num_plannable(request: Request, budget: int, planned: Iterable[Chunk]) -> int:
@@ -184,8 +185,8 @@ class Admission:
         return min(wanted, MAX_SCORED_TOKENS - held)
 
     def is_coming(self, request: Request) -> bool:
-        """Whether there is room for one more token once this step's transfers are done. O(1)."""
-        missing = self._kv.num_missing_blocks(request.running_sequence, 1)
+        """Whether there is room for its next chunk once this step's transfers are done. O(1)."""
+        missing = self._kv.num_missing_blocks(request.running_sequence, request.least_chunk)
         return missing <= self._kv.num_free_blocks + self.num_freeing
 
     def close_sequence(self, request: Request) -> Transfer | None:

@@ -304,6 +304,31 @@ class Request:
         self.prompt_logprobs += tokens[num_known - position :]
 
     @property
+    def longest_whole(self) -> int:
+        """Tokens of its longest image that one step has to compute; 1: there is none. O(images)."""
+        if self.images is None or not self.images.is_whole:
+            return 1
+        return max(item.length for item in self.items)
+
+    def whole_chunk(self, num_tokens: int) -> int:
+        """The most next tokens, at most `num_tokens`, that cut no such image. O(images)."""
+        start = self.num_computed_tokens
+        stop = start + num_tokens
+        for item in self.items if self.longest_whole > 1 else ():
+            if item.start < stop < item.start + item.length:
+                stop = max(start, item.start)
+        return stop - start
+
+    @property
+    def least_chunk(self) -> int:
+        """The fewest next tokens that a chunk can have, because of such an image. O(images)."""
+        start = self.num_computed_tokens
+        for item in self.items if self.longest_whole > 1 else ():
+            if item.start <= start < item.start + item.length:
+                return item.start + item.length - start
+        return 1
+
+    @property
     def prompt_tokens(self) -> list[int]:
         """The tokens of the prompt. O(num_prompt_tokens)."""
         return self.tokens[: self.num_prompt_tokens].tolist()

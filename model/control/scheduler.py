@@ -471,17 +471,15 @@ class Scheduler:
         """Plan what fits of a running request into budget and blocks; it may have to wait."""
         if self._has_room(request):
             wanted = self._admission.num_plannable(request, self._budget, self._planned.values())
-            if not wanted:
-                return
-            if self._keeps_states:
+            if wanted and self._keeps_states:
                 wanted = self._kv.chunk_length(request.running_sequence, wanted)
-            num_tokens = self._admission.num_reservable(request, wanted)
-            self._kv.reserve(request.running_sequence, num_tokens)
-            self._add_chunk(request, num_tokens)
+            if num_tokens := self._admission.num_reservable(request, wanted):
+                self._kv.reserve(request.running_sequence, num_tokens)
+                self._add_chunk(request, request.num_computed_tokens, num_tokens)
 
     def _has_room(self, request: Request) -> bool:
         """Whether a running request can have a token, after preempting what comes behind it."""
-        while not self._kv.can_reserve(request.running_sequence, 1):
+        while not self._kv.can_reserve(request.running_sequence, request.least_chunk):
             if self._tiers is not None and self._tiers.give_way(request.order):
                 continue
             last = self._running[-1]
@@ -508,8 +506,7 @@ class Scheduler:
         self._no_room = None
         insort(self._running, request, key=_order)
 
-    def _add_chunk(self, request: Request, num_tokens: int) -> None:
-        start = request.num_computed_tokens
+    def _add_chunk(self, request: Request, start: int, num_tokens: int) -> None:
         how = (start + num_tokens == request.num_tokens, (), (), request.num_to_score(num_tokens))
         self._planned[request.request_id] = Chunk(request, start, num_tokens, *how)
         self._budget -= num_tokens
@@ -744,8 +741,8 @@ class Scheduler:
                 f"token, so a text cannot grow past them; use max_tokens={edge - prompt + 1}"
             )
         # The last token is handed out and never computed, so it needs no slot.
-        size, groups = self._kv.block_size, self._kv.groups
-        needed = kvcore.peak_blocks(total - 1, size, groups=groups, chunk=1)
+        size, groups, chunk = self._kv.block_size, self._kv.groups, request.longest_whole
+        needed = kvcore.peak_blocks(total - 1, size, groups=groups, chunk=chunk)
         if needed > self._kv.num_usable_blocks:
             raise RequestTooLongError(
                 f"{what} needs {needed} blocks of {size} tokens: "

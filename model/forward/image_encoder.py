@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from model.attention.ahead import Ahead, AheadRun
 from model.attention.batch import StepTensors
 from model.control.request import Request
 from model.control.step import Chunk
@@ -79,15 +80,23 @@ class ImageEncoder:
         network: whose attention is the paged one.
         codec: knows the attention of its tower.
         max_bytes: of the outputs that are kept.
+        windows: of each KV cache group.
 
     Attributes:
         num_runs: how often a tower has run.
     """
 
-    def __init__(self, network: PreTrainedModel, codec: ImageCodec, max_bytes: int) -> None:
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        codec: ImageCodec,
+        max_bytes: int,
+        windows: Sequence[int | None],
+    ) -> None:
         self._network = network
         self._codec = codec
         self._max_bytes = max_bytes
+        self._windows = windows
         self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
         self._num_bytes = 0
         self._now: dict[bytes, EncodedImage] = {}  # of the step that comes
@@ -125,19 +134,25 @@ class ImageEncoder:
             tensors: on the host; their position ids are changed in place.
         """
         begin, position_ids = 0, tensors.position_ids
+        runs: list[AheadRun] = []
         parts: list[EncodedImage] = []
         places: list[Tensor] = []
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
             if isinstance(images := chunk.request.images, ImagePrompt):
                 position_ids = _positioned(position_ids, begin, chunk, images)
                 for span in _spans(chunk, begin):
                     parts.append(_cut(self._now[span.content], span.first, span.last))
                     places.append(span.places)
+                    if images.is_whole:
+                        runs += _runs(span, number, begin, chunk.start)
             begin += chunk.num_tokens
         if not parts and position_ids is tensors.position_ids:
             return tensors
         arguments = partial(self._arguments, _merged(parts), torch.cat(places)) if parts else _none
-        return replace(tensors, position_ids=position_ids, images=arguments)
+        device, ahead = self._network.device, None
+        if runs:
+            ahead = Ahead.of(runs, tensors.paged, self._windows, self._codec.ahead, device)
+        return replace(tensors, position_ids=position_ids, images=arguments, ahead=ahead)
 
     def _encoded(self, span: "_Span") -> EncodedImage:
         """The tower's output for an image, kept or new."""
@@ -243,6 +258,14 @@ def _spans(chunk: Chunk, begin: int) -> Iterator[_Span]:
         if first < last:
             places = torch.from_numpy(rows[first:last] - chunk.start + begin)
             yield _Span(item.content, inputs, len(rows), first, last, places)
+
+
+def _runs(span: _Span, sequence: int, begin: int, start: int) -> Iterator[AheadRun]:
+    """The runs of consecutive tokens of an image in a chunk. O(rows)."""
+    places = span.places.numpy()
+    for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+        first = int(run[0])
+        yield AheadRun(sequence, first, first - begin + start, int(run[-1]) - begin + start + 1)
 
 
 def _positioned(position_ids: Tensor, begin: int, chunk: Chunk, images: ImagePrompt) -> Tensor:

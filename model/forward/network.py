@@ -364,7 +364,9 @@ class PagedNetwork:
             by_module: run the modules, with what is hooked to them, even if they were traced.
         """
         traced = None if by_module or step.images is not None else self._traced
-        paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
+        paged = PagedPass(
+            backend or self._backend, self.caches, self.layout, step.paged, step.ahead
+        )
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
         is_compiled = isinstance(traced, PiecewiseNetwork)

@@ -297,6 +297,27 @@ class SanitizedBackend:
             self._fail_foreign(cache, wrong, owners, lambda: bool(changed()[rows_of].any().item()))
         return out
 
+    @_alone
+    def attend_chosen(
+        self,
+        query: Tensor,
+        cache: backends.KVCache,
+        batch: backends.PagedBatch,
+        chosen: Tensor,
+        terms: backends.AttentionTerms,
+    ) -> Tensor:
+        """Attend to chosen tokens, and check that every slot read was written. O(output)."""
+        sparse = cast("backends.SparseBackend", self._inner)
+        out = sparse.attend_chosen(query, cache, batch, chosen, terms)
+        nans = out[: int(batch.query_start_loc[-1])].isnan().flatten(1).any(1).nonzero()
+        if not self._has_nan and len(nans):
+            layer = f" of layer {self._places[id(cache)][0]}" if id(cache) in self._places else ""
+            self.shadow.fail_kernel(
+                f"attend_chosen{layer} has read a slot that was never written, in query row "
+                f"{nans[0].item()}"
+            )
+        return out
+
     def _fail_foreign(
         self, cache: backends.KVCache, number: int, owners: _Owners, is_changed: Callable[[], bool]
     ) -> NoReturn:

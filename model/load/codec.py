@@ -28,11 +28,6 @@ class TextCodec(Protocol):
     """Text to tokens and back."""
 
     @property
-    def template(self) -> str | None:
-        """The chat template; None: there is none."""
-        ...
-
-    @property
     def response_template(self) -> Mapping[str, object] | None:
         """How the model writes reasoning and tool calls, as Transformers reads it; None: unknown.
 
@@ -134,6 +129,12 @@ class _NoPanic:
 NO_PANIC = _NoPanic()
 
 
+def _role(message: Message, template: object) -> dict[str, object]:
+    """The role of a message, where it is another one: few templates know developers."""
+    is_unknown = message["role"] == "developer" and "developer" not in str(template)
+    return {"role": "system"} if is_unknown else {}
+
+
 class HuggingFaceCodec:
     """A tokenizer of Transformers.
 
@@ -155,12 +156,6 @@ class HuggingFaceCodec:
         self._max_characters: int | None = None
         if max_positions is not None:
             self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
-
-    @property
-    def template(self) -> str | None:
-        """As `TextCodec`."""
-        found = self._tokenizer.chat_template
-        return "".join(found.values()) if isinstance(found, dict) else found
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -188,7 +183,8 @@ class HuggingFaceCodec:
     ) -> tuple[str, bool]:
         """As `TextCodec`."""
         options = options or {}
-        if options.get("chat_template", self._tokenizer.chat_template) is None:
+        template = options.get("chat_template", self._tokenizer.chat_template)
+        if template is None:
             if options.get("tools"):
                 raise InvalidArgumentError(
                     "tools: wanted a model with a chat template, which this one lacks; "
@@ -197,7 +193,7 @@ class HuggingFaceCodec:
             return plain_chat(messages, opens_answer=opens_answer, image_mark=image_mark), True
         try:
             text = self._tokenizer.apply_chat_template(
-                cast("Any", [dict(message) for message in messages]),
+                cast("Any", [dict(message) | _role(message, template) for message in messages]),
                 tokenize=False,
                 add_generation_prompt=opens_answer,
                 **options,  # type: ignore[arg-type]

@@ -178,9 +178,10 @@ class ImageCodec:
         network: its class says what its vision tower takes, and computes position ids.
         processor: of the same model.
         codec: its tokenizer.
-        is_whole: whether the tokens of an image see each other.
+        ahead: the layers in which the tokens of an image see each other.
 
     Attributes:
+        ahead: as above.
         mark: the text that stands for an image in a prompt, such as `<|image_pad|>`.
     """
 
@@ -189,13 +190,12 @@ class ImageCodec:
         network: PreTrainedModel,
         processor: ProcessorMixin,
         codec: TextCodec,
-        *,
-        is_whole: bool,
+        ahead: frozenset[int],
     ) -> None:
         self._network = network
         self._processor = processor
         self._codec = codec
-        self._is_whole = is_whole
+        self.ahead = ahead
         self.mark = str(getattr(processor, "image_token"))  # noqa: B009  # not every class has it
         tower: Callable[..., object] = network.base_model.get_image_features  # type: ignore[assignment]
         self._takes = tuple(inspect.signature(tower).parameters)
@@ -308,7 +308,7 @@ class ImageCodec:
                     f"positions, such as with text between them: {reason(error)}"
                 ) from error
             positions, delta = found[:, 0], int(deltas.flatten()[0])
-        return ImagePrompt(items, inputs, positions, delta, self._is_whole, given)
+        return ImagePrompt(items, inputs, positions, delta, bool(self.ahead), given)
 
     def _read_once(self, given: object, limits: EngineConfig) -> "_Read":
         """What an image becomes alone; of a file that was read lately, as it was then."""
@@ -508,10 +508,8 @@ def codec_of(
         return NoImages(f"{what}: token {token} of images is outside the vocabulary")
     try:
         with _attending(_attention_of(network)):
-            is_whole = _images_are_whole(network, token)
-        if is_whole:
-            return NoImages(f"{what}: the tokens of an image see each other, which is not served")
-        images = ImageCodec(network, processor, codec, is_whole=is_whole)
+            ahead = _layers_ahead(network, token)
+        images = ImageCodec(network, processor, codec, ahead)
         images.try_several()
     except Exception as error:  # noqa: BLE001  # a class of Transformers may raise any error
         return NoImages(f"{what}: {reason(error).removeprefix('image: ')}")
@@ -524,8 +522,8 @@ def _reads_images(network: PreTrainedModel) -> bool:
     return "mm_encoder_outputs" in passes and hasattr(network.base_model, "get_image_features")
 
 
-def _images_are_whole(network: PreTrainedModel, token: int) -> bool:
-    """Whether the tokens of an image see each other, and nothing else is special about them.
+def _layers_ahead(network: PreTrainedModel, token: int) -> frozenset[int]:
+    """The layers in which the tokens of an image see each other; in the others they are causal.
 
     Raises:
         UnsupportedModelError: something else is.
@@ -535,7 +533,7 @@ def _images_are_whole(network: PreTrainedModel, token: int) -> bool:
     types = (ids == token).to(torch.int64)
     named = {name: types for name in _TYPES if name in passes}
     if not named:
-        return False
+        return frozenset()
     plain, seen = seen_pairs(network, ids), seen_pairs(network, ids, **named)
     for layer, rows in seen.items():
         ahead = [row.copy() for row in plain[layer]]
@@ -545,7 +543,7 @@ def _images_are_whole(network: PreTrainedModel, token: int) -> bool:
                 f"layer {layer}: wanted a mask in which text is causal and the tokens of an image "
                 "see each other at most"
             )
-    return seen != plain
+    return frozenset(layer for layer, rows in seen.items() if rows != plain[layer])
 
 
 def _attention_of(network: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:

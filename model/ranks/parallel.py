@@ -138,10 +138,17 @@ class _Sharding:
         self._network, self._plan, self._ranks, self._sums = network, plan, ranks, sums
         config = network.config.get_text_config()
         self._is_sparse = any(getattr(config, "activation_sparsity_pattern", None) or ())
-        self._num_heads = int(getattr(config, "num_attention_heads", ranks.size))
         # Gemma 4's layers differ: {number of a layer: its configuration}
         is_mixed = getattr(config, "is_heterogeneous", False)
         layers = dict(enumerate(config.per_layer_config)) if is_mixed else {None: config}
+        counts = {
+            int(getattr(layer, "num_attention_heads", ranks.size)) for layer in layers.values()
+        }
+        if len(counts) > 1:  # Dots 3
+            raise UnsupportedModelError(
+                f"--tp: num_attention_heads: wanted as many in every layer, got {sorted(counts)}"
+            )
+        (self._num_heads,) = counts
         self._kv_heads = {
             number: int(getattr(layer, "num_key_value_heads", None) or self._num_heads)
             for number, layer in layers.items()

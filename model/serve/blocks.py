@@ -108,7 +108,7 @@ class BlockForm(ABC):
         blocks: those that have begun.
     """
 
-    KINDS: ClassVar[Mapping[str, str]]
+    KINDS: ClassVar[Mapping[str, str]] = {"reasoning": "rs", "content": "msg", "call": "fc"}
     """What the name of a block begins with, for each kind."""
 
     def __init__(self, service: Service, readers: Sequence[Reader]) -> None:
@@ -192,6 +192,21 @@ class BlockForm(ABC):
             made.text = part.text
         self.blocks.append(made)
         return made
+
+
+def content_of(parts: Iterable[tuple[str, str]]) -> str | list[dict[str, object]]:
+    """The content of a message of a chat: a text, or parts if some are images. O(text).
+
+    Args:
+        parts: each a text and "", or "" and the URL of an image.
+    """
+    told = list(parts)
+    if not any(url for _, url in told):
+        return "".join([text for text, _ in told])
+    return [
+        {"type": "image_url", "image_url": {"url": url}} if url else {"type": "text", "text": text}
+        for text, url in told
+    ]
 
 
 def event(kind: str, told: Mapping[str, object]) -> str:

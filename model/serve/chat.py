@@ -184,7 +184,7 @@ async def converse(
         raise api_error(error, names) from error
     if params.grammar is not None and read_as.reasoning is not None:
         params = replace(params, grammar=params.grammar.behind(*read_as.reasoning))
-    if read_as.template is not None:
+    if read_as.template is not None and not body.must_call:
         params = replace(params, skip_special_tokens=False)  # some of them mark regions
     turns = await service.turns(body.messages, prompt, body)
     submission = body.submission(prompt, params, service.adapter(body.model))

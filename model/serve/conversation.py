@@ -168,15 +168,12 @@ class ConversationOptions(Strict):
         """What a chat template is told beside the messages. O(tools).
 
         Raises:
-            ApiError: it is to be another template, which could compute for ever.
+            ApiError: the client brings a template of its own, which might never end.
         """
-        if "chat_template" in (self.chat_template_kwargs or {}):
-            name = "chat_template_kwargs"
-            raise ApiError(
-                400, f"{name}: wanted no chat_template, which --chat-template alone sets",
-                param=name, code="unsupported",
-            )  # fmt: skip
         told: dict[str, object] = {}
+        if "chat_template" in (self.chat_template_kwargs or {}):
+            field = "chat_template_kwargs.chat_template"
+            raise ApiError(400, f"{field}: wanted no template of the client's", param=field)
         if self.tools:
             told["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         if self.continue_final_message:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from model.serve.blocks import Block, BlockForm, OtherRequest, event
+from model.serve.blocks import Block, BlockForm, OtherRequest, content_of, event
 from model.serve.bounds import Lenient, Many, Text
 from model.serve.chat import converse
 from model.serve.errors import ApiError
@@ -40,17 +40,36 @@ class TextBlock(Lenient):
     text: Text
 
 
-class ContentBlock(Lenient):
-    """Text, reasoning of an earlier answer, a call, or what came of one."""
+class ImageSource(Lenient):
+    """Where an image is: in the request, or behind a URL."""
 
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    type: Literal["base64", "url"]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
+class ContentBlock(Lenient):
+    """Text, an image, reasoning of an earlier answer, a call, or what came of one."""
+
+    type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: Text = ""
     thinking: Text = ""
     id: str | None = None
     name: Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    source: ImageSource | None = None
     content: Text | Many[TextBlock] | None = None
+
+    @property
+    def image_url(self) -> str:
+        """The URL of its image; empty: it is none. O(image)."""
+        if self.type != "image" or self.source is None:
+            return ""
+        source = self.source
+        is_own = source.type == "base64"
+        return f"data:{source.media_type};base64,{source.data}" if is_own else source.url
 
 
 class Turn(Lenient):
@@ -68,7 +87,7 @@ class Turn(Lenient):
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         told: list[dict[str, object]] = []
-        said: dict[str, Any] = {"role": self.role, "content": ""}
+        said: dict[str, Any] = {"role": self.role}
         is_said = not self.content
         for number, block in enumerate(self.content):
             if block.type == "tool_result":
@@ -76,7 +95,6 @@ class Turn(Lenient):
                 told.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": output})
                 continue
             is_said = True
-            said["content"] += block.text
             if block.thinking:
                 said["reasoning_content"] = said.get("reasoning_content", "") + block.thinking
             if block.type == "tool_use":
@@ -84,6 +102,7 @@ class Turn(Lenient):
                     block.id, block.name, quoted(block.input or {}), f"{place}.content.{number}"
                 )
                 said.setdefault("tool_calls", []).append(made)
+        said["content"] = content_of((block.text, block.image_url) for block in self.content)
         return [*told, said] if is_said else told
 
 
@@ -219,8 +238,6 @@ class _Answer(BlockForm):
         service: who is asked.
         readers: of the answer.
     """
-
-    KINDS: ClassVar[dict[str, str]] = {"reasoning": "block", "content": "block", "call": "block"}
 
     def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
         super().__init__(service, readers)

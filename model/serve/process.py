@@ -53,6 +53,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
 
     def make() -> "EngineCore":
         start = import_module("model.cli.start")  # torch is loaded on the engine's thread
+        import_module("model.serve.reading")  # likewise, Transformers
         made: EngineCore = start.make_engine(options.model, options.engine, say)
         return made
 

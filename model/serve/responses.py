@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from model.serve.blocks import Block, BlockForm, OtherRequest, event
+from model.serve.blocks import Block, BlockForm, OtherRequest, content_of, event
 from model.serve.bounds import Lenient, Many, Text
 from model.serve.chat import converse
 from model.serve.conversation import Effort
@@ -39,9 +39,13 @@ _FIELDS = {
 class Part(Lenient):
     """A piece of a message, of reasoning or of what came of a call."""
 
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    type: Literal[
+        "input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal",
+        "input_image",
+    ]  # fmt: skip
     text: Text = ""
     refusal: Text = ""
+    image_url: Text = ""
 
 
 _Parts = Text | Many[Part]
@@ -163,7 +167,7 @@ class ResponsesRequest(OtherRequest):
                 output = _joined(item.output)
                 told.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
             elif item.type == "message" and item.role != "assistant":
-                told.append({"role": item.role, "content": text})
+                told.append({"role": item.role, "content": _content(item.content or "")})
             else:
                 if not told or told[-1]["role"] != "assistant":
                     told.append({"role": "assistant", "content": ""})
@@ -182,6 +186,12 @@ def _function(flat: FlatTool | ChosenFlatTool) -> dict[str, object]:
     return {"type": "function", "function": flat.model_dump(exclude={"type"})}
 
 
+def _content(parts: str | Sequence[Part]) -> str | list[dict[str, object]]:
+    if isinstance(parts, str):
+        return parts
+    return content_of((part.text or part.refusal, part.image_url) for part in parts)
+
+
 def _joined(parts: str | Sequence[Part]) -> str:
     return parts if isinstance(parts, str) else "".join([p.text or p.refusal for p in parts])
 
@@ -195,8 +205,6 @@ class _Answer(BlockForm):
         readers: of the answer.
         asked: as it came.
     """
-
-    KINDS: ClassVar[dict[str, str]] = {"reasoning": "rs", "content": "msg", "call": "fc"}
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from backends.triton_gpu.latent import hopper as hopper_latent
 from backends.triton_gpu.latent import latent, wide
 from backends.triton_gpu.shared.layer import Layer
 from backends.triton_gpu.shared.place import power_of_two
+from backends.triton_gpu.sparse import choose_tokens, score_index
 
 CAPABILITIES = (80, 90)
 SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB
@@ -276,6 +277,23 @@ def check_wide_latents():
         assert made.count("UTMALDG") == 9 * (1 + 4)
         assert made.count("STG", "E", "128") == 2 * 16
         bound(made, registers=168, shared=227 << 10, spills=80)
+
+
+def check_sparse(capability):
+    """Scores, and the choice of both kinds of levels: in registers alone."""
+    kinds = {"weights": "*fp32", "scores": "*fp32"}
+    form = score_index.Form(128, 64, 128, 16, 16 * 128, 128, 16, 128)
+    made = make(
+        score_index._score, capability, "bf16", form, kinds=kinds,
+        num_warps=4, num_stages=score_index.STAGES,
+    )  # fmt: skip
+    bound(made, registers=168, shared=128 << 10)
+    copies_16_bytes(made, "LDGSTS")
+    assert made.count("HGMMA" if capability >= 90 else "HMMA")
+    for before, room in ((1, 4096), (4096, 2048)):
+        form = choose_tokens.Form(2048, before, room, 16384, before == 1)
+        made = make(choose_tokens._choose, capability, "fp32", form, kinds=kinds, num_warps=16)
+        bound(made, registers=128, shared=4 << 10)
 
 
 def check_moves(capability):

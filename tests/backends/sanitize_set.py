@@ -18,6 +18,7 @@ import torch
 import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
+from backends.conformance.sparse import SparseCase, check_sparse
 from backends.triton_gpu.decode import cascade, decode, merge
 from backends.triton_gpu.latent import hopper as hopper_latent
 from backends.triton_gpu.shared.launch import Launcher
@@ -77,6 +78,11 @@ def main():
     for case in CASES:
         for finding in check_attention(BACKEND, case):
             assert finding.passed, finding
+    sparse = SparseCase(
+        LATENTS.with_(name="sparse", seqs=((2, 40), (0, 9), (1, 1100)), group=5), count=30
+    )
+    for finding in check_sparse(BACKEND, sparse):
+        assert finding.passed, finding
     caches = [torch.zeros(9, 5, 2, 24, dtype=HALF, device=DEVICE) for _ in range(2)]
     rows = torch.randn(7, 2, 24, device=DEVICE).to(HALF)
     starts = torch.tensor([0, 3, 7], dtype=torch.int32, device=DEVICE)

@@ -10,19 +10,23 @@ import sys
 import torch
 
 import backends
-from backends import LayerCall
+from backends import IndexCall, LayerCall
 from backends.conformance import AttentionCase
 from backends.conformance.cases import bits, build
+from backends.conformance.sparse import SparseCase, build_sparse
 from backends.triton_gpu import copy_blocks, slot_mapping, store_kv, warm_up
 from backends.triton_gpu.decode import cascade, decode, merge
 from backends.triton_gpu.latent import latent
 from backends.triton_gpu.prefill import prefill
 from backends.triton_gpu.shared.place import Place
+from backends.triton_gpu.sparse import attend_chosen, choose_tokens, score_index
+from backends.triton_gpu.sparse.choose_tokens import level_widths
 from backends.triton_gpu.warm_up import batch_sizes, variants_asked
 from tests.backends.gpus import H100
 
 MAX_NUM_SEQS, MAX_QUERY_LEN = 40, 6
 TRITON = backends.get_backend("triton")
+CPU = torch.device("cpu")
 CASE = AttentionCase("", (), num_kv_heads=1, group=2, head_dim=16, dtype=torch.float16)
 LATENTS = CASE.with_(head_dim=24, value_dim=16, group=5, seqs=((1, 20), (2, 30)))
 LENGTHS = (2, 3, 4, 5, 6, 7, 11, 16, 17, 33, 64, 100, 128, 129, 400, 735, 864, 1100, 1600, 2048)
@@ -69,6 +73,33 @@ def check_latents():
         seqs = tuple((query_len, 20) for _ in range(count))
         build(LATENTS.with_(seqs=seqs), torch.device("cpu")).run(TRITON)
         assert compiled() == known, (count, query_len, compiled() - known)
+
+
+def check_sparse():
+    case = SparseCase(LATENTS.with_(seqs=((1, 20), (2, 30))), count=5)
+    inputs = build_sparse(case, torch.device("cpu"))
+    one, index = inputs.attention, IndexCall(case.num_heads, inputs.cache)
+    layer = LayerCall(5, torch.float16, one.cache, one.terms, num_chosen=5, index=index)
+    launchers = (attend_chosen._locate, choose_tokens._choose, score_index._score)
+    TRITON.warmup([layer], max_num_seqs=20, max_query_len=2)
+    known = compiled(), [each.compiled() for each in launchers]
+    for seqs in (((1, 20),), ((2, 40), (1, 1500)), ((2, 9),) * 17):
+        step = build_sparse(case.with_(seqs=seqs), torch.device("cpu"))
+        scores = step.score(TRITON)
+        step.attend(TRITON, step.choose(TRITON, scores, 5))
+        assert (compiled(), [each.compiled() for each in launchers]) == known, seqs
+    for count in (1, 5, 700, 2048, 8192):
+        met, batch = set(), warm_up._idle(CPU, 1, 1, 1)
+        widths = (1, 1100, 4097, 9000, 17000, 70000, 130000, 300000, 1 << 20)
+        for place in (level_widths(count), widths):
+            asked = set()
+            for width in place:
+                out = torch.empty((1, count), dtype=torch.int32)
+                scores = torch.empty((1, width))
+                plan = choose_tokens.plan_choose(TRITON._place, scores, batch, 0, out)
+                asked |= {launch.variant for launch in plan.levels}
+            assert not met or asked <= met, count
+            met |= asked
 
 
 def unmet(place, case, max_num_seqs, max_query_len):
@@ -139,6 +170,7 @@ def main():
     step.run(TRITON)
     assert compiled() > known  # a window that the warm-up was not told of
     check_latents()
+    check_sparse()
     check_hopper()
     sys.stdout.write("nothing is left to compile\n")
 

@@ -92,7 +92,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 class ByteCodec:
     """One token a byte; ids from 256 on are no text."""
 
-    template = response_template = None
+    response_template = None
     model_type = ""
 
     def encode(self, text: str) -> list[int]:

@@ -169,6 +169,29 @@ def test_recorded_and_compiled_steps_give_the_tokens_of_generate(architecture, c
     assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("kind", ["DeepseekV32Config", "GlmMoeDsaConfig"])
+def test_steps_that_choose_tokens_by_an_index_are_replayed_from_graphs(kind, compiles):
+    config = make_config(kind, "")
+    config.index_topk, config.mlp_layer_types = 5, ["dense", "dense"]
+    if kind == "GlmMoeDsaConfig":
+        config.indexer_types = ["full", "shared"]
+    backend = backends.get_backend("triton")
+    model = build_network(config, seed=0)
+    model.network.to(backend.device)
+    dense = [greedy_and_margin(model, prompt, 16)[0] for prompt in PROMPTS]
+    config = EngineConfig(
+        num_blocks=300, block_size=16, max_num_batched_tokens=40, max_num_seqs=6, compile=compiles
+    )
+    engine = Engine(model, backend, config)
+    assert engine.prepare() == f"{'compiled' if compiles else 'traced'}, 9 graphs"
+    with compilations() as seen:
+        for _ in range(2):  # the second time the prompts are hits
+            done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
+            assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
+    assert not seen
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_draws_are_the_same_whenever_they_are_read_and_however_the_network_runs(is_async):
     backend = backends.get_backend("triton")

@@ -1,8 +1,12 @@
-"""Tiny networks with vision towers, their processors, and a walk: images equal `generate`."""
+"""Tiny networks with vision towers, their processors, and a walk: images equal `generate`.
 
+`python -m tests.model.vision` stores what each came to in `images.json`.
+"""
+
+import copy
 import functools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,13 @@ from transformers import (
     IMAGE_PROCESSOR_MAPPING,
     PROCESSOR_MAPPING,
     AutoModelForImageTextToText,
+    Gemma4VisionConfig,
     Glm4vConfig,
     PreTrainedTokenizerFast,
     Qwen3VLConfig,
 )
 
-from model import SamplingParams
+from model import ModelError, SamplingParams
 from model.attention.attention import IMPLEMENTATION
 from model.control.request import Request
 from model.control.submission import Submission
@@ -29,7 +34,7 @@ from model.load.images import NoImages, codec_of, processor_class
 from model.load.loader import LoadedModel, wrap_network
 from tests.model.networks import KnowingDrafter, preempt_in_steps
 from tests.model.tiny_configs import make_config
-from tests.model.walk import CLEAR, SEEDS, SIZES, engine_of
+from tests.model.walk import CLEAR, NEAR, SEEDS, SIZES, engine_of, quieten
 
 VOCABULARY = 384
 _SHARED = {"Qwen3VLMoeConfig": Qwen3VLConfig, "Glm4vMoeConfig": Glm4vConfig}
@@ -46,12 +51,14 @@ class Family:
         config: attributes of the configuration, dotted; `@name` is the id of a token.
         image: settings of the image processor.
         processor: settings of the processor.
+        chunk: the most tokens of a step that cuts prompts.
     """
 
     tokens: dict[str, str] = field(default_factory=lambda: {"image_token": "<image>"})
     config: dict[str, Any] = field(default_factory=dict)
     image: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
+    chunk: int = 11
 
 
 _QWEN = {
@@ -100,7 +107,8 @@ FAMILIES: dict[str, Family] = {
     "Glm46VConfig": Family(_GLM, _GLM_IDS, _GRID),
     "Mistral3Config": Family(
         {"image_token": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"},
-        {"image_token_id": "@image_token", "vision_feature_layer": -1},
+        {"image_token_id": "@image_token", "vision_feature_layer": -1}
+        | {"text_config.sliding_window": None},
         {"size": {"longest_edge": 96}, "patch_size": {"height": 16, "width": 16}},
         {"patch_size": 16, "spatial_merge_size": 2},
     ),
@@ -145,17 +153,96 @@ FAMILIES: dict[str, Family] = {
         {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
         {"image_seq_len": 1},
     ),
+    "VipLlavaConfig": Family(
+        config={"image_token_id": "@image_token", "vision_feature_layers": [-1]},
+        image=_CROP,
+        processor={
+            "patch_size": 16,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "LlavaOnevisionConfig": Family(
+        config=_LLAVA | {"image_grid_pinpoints": [[32, 64], [64, 32]]},
+        image=_SQUARE | {"image_grid_pinpoints": [[32, 64], [64, 32]]},
+        processor={"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
+    ),
+    "AyaVisionConfig": Family(
+        {
+            "image_token": "<image>",
+            "patch": "<|IMG_PATCH|>",
+            "start": "<|START_OF_IMG|>",
+            "end": "<|END_OF_IMG|>",
+        },
+        {"image_token_id": "@patch", "vision_feature_layer": -1, "downsample_factor": 2},
+        _SQUARE | {"crop_to_patches": True, "max_patches": 3},
+        {"patch_size": 16, "img_size": 32, "downsample_factor": 2},
+    ),
+    "PaddleOCRVLConfig": Family(
+        {"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        {"image_token_id": "@image_token", "vision_config.patch_size": 14},
+        _GRID,
+    ),
+    "VideoLlama3Config": Family(
+        _QWEN,
+        {"image_token_id": "@image_token", "video_token_id": "@video_token"}
+        | {"vision_config.patch_size": 14},
+        {"size": {"shortest_edge": 14 * 14 * 4, "longest_edge": 14 * 14 * 12}, "patch_size": 14},
+    ),
+    "LightOnOcrConfig": Family(
+        {"image_token": "[IMG]", "image_break_token": "[BREAK]", "image_end_token": "[END]"},
+        {"image_token_id": "@image_token"},
+        {"size": {"longest_edge": 96}, "patch_size": {"height": 32, "width": 32}},
+        {"patch_size": 16, "spatial_merge_size": 2},
+    ),
+    "Qwen3_5Config": Family(_QWEN, _QWEN_IDS, _GRID),
+    "Ovis2Config": Family(
+        {"image_token": "<image>", "atom": "<IMG_ATOM>", "start": "<IMG_START>"}
+        | {"end": "<IMG_END>", "grid": "<IMG_GRID>", "row": "<IMG_ROW>", "col": "<IMG_COL>"},
+        {"image_token_id": "@atom", "vision_config.image_size": 32},
+        _SQUARE,
+        {"image_seq_length": 4},
+    ),
     "Gemma3Config": Family(
         {
             "image_token": "<image_soft_token>",
             "boi_token": "<start_of_image>",
             "eoi_token": "<end_of_image>",
         },
-        {"image_token_id": "@image_token", "mm_tokens_per_image": 4},
+        {
+            "image_token_id": "@image_token",
+            "mm_tokens_per_image": 4,
+            "vision_config.image_size": 64,
+        },
         {"size": {"height": 64, "width": 64}},
         {"image_seq_length": 4},
     ),
 }
+
+_GEMMA4 = Family(
+    {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+    | {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+    {
+        "image_token_id": "@image_token",
+        "text_config.sliding_window": 96,
+        "text_config.vocab_size_per_layer_input": VOCABULARY,
+        "vision_config": Gemma4VisionConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+        ),
+    },
+    {"max_soft_tokens": 70, "pooling_kernel_size": 3, "patch_size": 16},
+)
+FAMILIES["Gemma4Config"] = _GEMMA4
+FAMILIES["Gemma4Config vision"] = replace(
+    _GEMMA4,
+    config=_GEMMA4.config | {"text_config.use_bidirectional_attention": "vision"},
+    chunk=90,
+)
 
 
 def image(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -172,7 +259,9 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, extra_special_tokens=dict(family.tokens)
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",  # noqa: S106
+        extra_special_tokens=dict(family.tokens),
     )
 
 
@@ -197,10 +286,12 @@ def make_parts(name: str) -> tuple[Any, Any]:
     """The configuration of a family, and its processor."""
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
-    config = make_config(name, "")
+    config = make_config(name.split(maxsplit=1)[0], "")
     for key, value in family.config.items():
-        is_token = isinstance(value, str) and value.startswith("@")
-        found = tokenizer.convert_tokens_to_ids(family.tokens[value[1:]]) if is_token else value
+        if isinstance(value, str) and value.startswith("@"):
+            found = tokenizer.convert_tokens_to_ids(family.tokens[value[1:]])
+        else:
+            found = copy.deepcopy(value)  # a network writes into it
         set_dotted(config, key, found)
     config.get_text_config().vocab_size = VOCABULARY
     return config, processor_of(config, family, tokenizer)
@@ -212,6 +303,10 @@ def build(name: str, seed: int = 0) -> tuple[LoadedModel, Any]:
     torch.manual_seed(seed)
     network = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     network.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for name_, parameter in network.named_parameters():
+            if "multi_modal" in name_ and parameter.dim() > 1:  # so that an image shows
+                parameter.normal_(std=0.6)
     codec = HuggingFaceCodec(processor.tokenizer, config.model_type, 256)
     return wrap_network(name, network, codec, None, codec_of(network, processor, codec)), processor
 
@@ -230,6 +325,12 @@ def save(name: str, folder: Path) -> None:
     (folder / "processor_config.json").write_text(json.dumps(settings))
 
 
+def sizes_of(family: Family) -> list[dict[str, Any]]:
+    """The engines that are tried: all at once, and in steps of few tokens."""
+    cut = {"max_num_batched_tokens": family.chunk}
+    return [size | (cut if size.keys() & cut else {}) | {"max_num_seqs": 5} for size in SIZES]
+
+
 Asked = tuple[str, list[Image.Image]]
 """A text, in which `#` stands for an image, and its images."""
 
@@ -244,8 +345,12 @@ PROMPTS: tuple[Asked, ...] = (
 NUM_TOKENS = 12
 
 
-def wanted(model: LoadedModel, processor: Any, asked: Asked) -> tuple[list[int], float]:
-    """The tokens of `generate` for what the processor makes, and their least lead."""
+Told = tuple[list[int], list[float]]
+"""The tokens of a text, and their log-probabilities."""
+
+
+def wanted(model: LoadedModel, processor: Any, asked: Asked) -> tuple[Told, float]:
+    """What `generate` says for what the processor makes, and the least lead of a token."""
     text, images = asked
     text = text.replace("#", model.images.mark)
     if images:
@@ -265,15 +370,19 @@ def wanted(model: LoadedModel, processor: Any, asked: Asked) -> tuple[list[int],
             return_dict_in_generate=True,
         )
     network.set_attn_implementation(IMPLEMENTATION)
-    top = torch.cat(output.logits).topk(2).values
+    logits = torch.cat(output.logits)
+    top = logits.topk(2).values
     tokens = output.sequences[0, given["input_ids"].shape[1] :].tolist()
-    return tokens, float((top[:, 0] - top[:, 1]).min())
+    told = tokens, logits.log_softmax(-1).amax(-1).tolist()
+    return told, float((top[:, 0] - top[:, 1]).min())
 
 
-def submit(engine: Engine, asked: Asked) -> Request:
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+
+
+def submit(engine: Engine, asked: Asked, params: SamplingParams = GREEDY) -> Request:
     """Queue a prompt."""
     text, images = asked
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     if not images:
         return engine.add_request(text, params)
     text = text.replace("#", engine.model.images.mark)
@@ -282,18 +391,23 @@ def submit(engine: Engine, asked: Asked) -> Request:
     return request
 
 
-def run(engine: Engine) -> list[list[int]]:
-    """The tokens of all prompts at once; steps of few tokens preempt requests on the way."""
-    if engine.config.max_num_batched_tokens < 64:
+def run(engine: Engine) -> list[Told]:
+    """What all prompts at once give; steps of few tokens preempt requests on the way."""
+    if engine.config.max_num_batched_tokens < 2048:
         preempt_in_steps(engine, {6, 14, 15, 19})
     requests = [submit(engine, asked) for asked in PROMPTS]
+    told: dict[int, list[float]] = {request.request_id: [] for request in requests}
     while engine.has_unfinished:
-        engine.step()
-    if engine.config.max_num_batched_tokens < 64 and not engine.stats.num_preemptions:
+        for output in engine.step():
+            told[output.request.request_id] += [token.logprob for token in output.tokens]
+    if engine.config.max_num_batched_tokens < 2048 and not engine.stats.num_preemptions:
         raise AssertionError("nothing was preempted")
     if engine.kv.num_free_blocks != engine.kv.num_usable_blocks:
         raise AssertionError("a block was lost")
-    return [request.output_tokens for request in requests]
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return [(request.output_tokens, told[request.request_id]) for request in requests]
 
 
 def outcome(name: str) -> str:
@@ -303,26 +417,38 @@ def outcome(name: str) -> str:
         model, processor = build(name, seed)
         if isinstance(model.images, NoImages):
             return f"refused: {model.images.why}"
-        engines = [engine_of(model, **sizes) for sizes in SIZES]
+        engines = [engine_of(model, **sizes) for sizes in sizes_of(FAMILIES[name])]
         dense = [wanted(model, processor, asked) for asked in PROMPTS]
-        tokens = [own for own, _ in dense]
-        if len({*map(tuple, tokens)}) < len(tokens):
+        texts = [own for own, _ in dense]
+        if len({tuple(tokens) for tokens, _ in texts}) < len(texts):
             reason = "WRONG: two prompts give the same tokens: the comparison would see nothing"
             continue
         if min(lead for _, lead in dense) < CLEAR:
             reason = "WRONG: no clear network found"
             continue
-        return _differs(engines, tokens) or "equal"
+        try:
+            return _differs(engines, texts) or "equal"
+        except ModelError as error:
+            return f"refused: {error}"
     return reason
 
 
-def _differs(engines: list[Engine], tokens: list[list[int]]) -> str:
+def _are_near(one: list[Told], other: list[Told]) -> bool:
+    """Whether tokens are the same, and log-probabilities nearly."""
+    return [tokens for tokens, _ in one] == [tokens for tokens, _ in other] and all(
+        abs(left - right) < NEAR
+        for (_, lefts), (_, rights) in zip(one, other, strict=True)
+        for left, right in zip(lefts, rights, strict=True)
+    )
+
+
+def _differs(engines: list[Engine], dense: list[Told]) -> str:
     """How engines differ from `generate`; empty: they do not."""
     for engine in engines:
         for turn in range(2):
             runs = engine.images.num_runs
-            if (got := run(engine)) != tokens:
-                return f"WRONG: turn {turn}: {tokens} became {got}"
+            if not _are_near(got := run(engine), dense):
+                return f"WRONG: turn {turn}: {dense} became {got}"
             if engine.images.num_runs - runs != (2 if turn == 0 else 0):
                 return f"WRONG: turn {turn}: the tower ran {engine.images.num_runs - runs} times"
         if engine.kv.enable_caching and not engine.stats.num_hit_tokens:
@@ -330,11 +456,36 @@ def _differs(engines: list[Engine], tokens: list[list[int]]) -> str:
     model = engines[0].model
     engine = engine_of(model, num_blocks=90, drafts="ngram")
     texts = []
-    for asked, own in zip(PROMPTS, tokens, strict=True):
+    for asked, (own, _) in zip(PROMPTS, dense, strict=True):
         request = submit(engine, asked)
         texts.append((*request.prompt_tokens, *own))
         engine.abort(request)
     engine._scheduler._drafter = KnowingDrafter(texts)
-    if run(engine) != tokens or not engine.stats.num_accepted_tokens:
+    if not _are_near(run(engine), dense) or not engine.stats.num_accepted_tokens:
         return "WRONG: draft tokens change what is said, or none was accepted"
     return ""
+
+
+DATA = Path(__file__).with_name("images.json")
+
+
+def stored() -> dict[str, str]:
+    """The outcomes as they were stored last."""
+    found: dict[str, str] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
+
+
+def table() -> str:
+    """What docs/reference/architectures.md shows of them."""
+    lines = ["## Images", "", "| configuration | images |", "|---|---|"]
+    for name, found in stored().items():
+        kind, *variant = name.split()
+        variants = f" ({' '.join(variant)})" if variant else ""
+        lines.append(f"| `{kind.removesuffix('Config')}`{variants} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    quieten()
+    outcomes = {name: outcome(name) for name in sorted(FAMILIES)}
+    DATA.write_text(json.dumps(outcomes, indent=2) + "\n", encoding="utf-8")

@@ -63,7 +63,7 @@ class Texts:
     """The tokenizer and texts of the model: a letter for each token, nothing for the last."""
 
     eos_token_ids = frozenset({EOS})
-    template = response_template = None
+    response_template = None
     model_type = ""
 
     def __init__(self):

@@ -1,14 +1,16 @@
 """The positions of each row's highest scores, on a GPU.
 
-Grid: (rows, chunks of scores). A program holds a chunk in registers as numbers of the same order as
-the scores, finds the lowest one chosen by bisection, a bit at a time, until exactly as many are at
-or above it as are chosen, and writes their positions in ascending order. Equal scores at the end of
-the bisection are taken from the lowest position on.
+Grid: (rows, chunks of scores). A program holds a chunk in registers as integers of the same order
+as the scores, and cuts the range of the lowest one chosen in three, time after time, by counting
+how many are at or above two numbers, until as many are chosen as there is room for. It writes their
+positions in ascending order. Equal scores at the end of the search are taken from the lowest
+position on.
 
-A row of several chunks takes several launches: each chunk gives its `count` best, and the next
-launch chooses among these, until one chunk is left. What is among the best of a row is among the
-best of its chunk, with the same order of equals, so the result is exact. Bytes moved: 4 a score,
-and 8 a position of each level. How many levels there are follows from the width of `scores`.
+A row of several chunks takes several launches: each chunk gives a few more than its `count` best,
+or just these, and the next launch chooses among them, until one chunk is left. What is among the
+best of a row is among the best of its chunk, with the same order of equals, so the result is exact.
+Bytes moved: 4 a score, and 8 a position of each level. How many levels there are follows from the
+width of `scores`.
 """
 
 from typing import NamedTuple, cast
@@ -25,22 +27,30 @@ from backends.triton_gpu.sparse.rows import find_row
 
 MOST_CHOSEN = 8192
 LEAST_CHUNK, MOST_CHUNK = 1024, 16384
-_TOP = tl.constexpr(-0x80000000)
+LINE = tl.constexpr(32)
+"""Scores of a chunk that lie in one warp."""
+_DEAD = tl.constexpr(-0x80000000)
+"""Below every score."""
 
 
 class Form(NamedTuple):
     """Compile-time values."""
 
     most: int
-    """Positions chosen of a chunk."""
+    """Positions chosen of a row."""
+    before: int
+    """Places of a chunk of the level before."""
     room: int
-    """`most` as a power of two: places of a chunk between levels."""
+    """Positions that a chunk may give, and its places in `out`; of the last level `most`."""
     chunk: int
     """Scores or positions a program."""
     is_first: bool
     """Chooses among scores, not among positions of the level before."""
-    is_last: bool
-    """Writes the result."""
+
+    @property
+    def places(self) -> int:
+        """`room` as a power of two."""
+        return power_of_two(self.room)
 
 
 @device_function
@@ -51,19 +61,32 @@ def _ordered(scores: tl.tensor) -> tl.tensor:
 
 
 @device_function
-def _lowest(numbers: tl.tensor, live: tl.tensor, count: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(the largest number that at least `count` live ones reach, how many do)."""
-    low = count * 0 + _TOP
-    found = tl.sum(live.to(tl.int32), 0)
-    bit = count * 0 + 31
-    while (bit >= 0) & (found != count):
-        higher = low ^ (1 << bit)  # of the lowest number the sign is the first bit to be raised
-        reach = tl.sum((live & (numbers >= higher)).to(tl.int32), 0)
-        is_low = reach >= count
-        low = tl.where(is_low, higher, low)
-        found = tl.where(is_low, reach, found)
-        bit -= 1
-    return low, found
+def _lowest(
+    numbers: tl.tensor, count: tl.tensor, total: tl.tensor, ROOM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(a number that at least `count` reach, how many do): at most ROOM, or it is the largest."""
+    low = count.to(tl.int64) * 0 + _DEAD
+    high = low + 0x100000000
+    found = total
+    while (found > ROOM) & (high - low > 1):
+        first = low + (high - low + 2) // 3
+        second = tl.minimum(first + (high - low) // 3, high - 1)
+        is_first, is_second = numbers >= first.to(tl.int32), numbers >= second.to(tl.int32)
+        both = tl.sum(tl.where(is_first, 1, 0) + tl.where(is_second, 0x10000, 0), 0)
+        reach, further = both & 0xFFFF, both >> 16
+        high = tl.where(further >= count, high, tl.where(reach >= count, second, first))
+        low = tl.where(further >= count, second, tl.where(reach >= count, first, low))
+        found = tl.where(further >= count, further, tl.where(reach >= count, reach, found))
+    return low.to(tl.int32), found
+
+
+@device_function
+def _ranks(flags: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+    """How many are set up to each, itself included: along a line in a warp, then over lines."""
+    lines = tl.reshape(flags, [CHUNK // LINE, LINE])
+    totals = tl.sum(lines, 1)
+    ranks = tl.cumsum(lines, 1) + (tl.cumsum(totals, 0) - totals)[:, None]
+    return tl.reshape(ranks, [CHUNK])
 
 
 @launcher(
@@ -74,48 +97,48 @@ def _lowest(numbers: tl.tensor, live: tl.tensor, count: tl.tensor) -> tuple[tl.t
 def _choose(
     scores: tl.tensor,  # float32 [rows, at least the longest length]
     before: tl.tensor,  # int32 [rows, width], positions of the level before
-    out: tl.tensor,  # int32 [rows, chunks, room], or of the last level [rows, count]
+    out: tl.tensor,  # int32 [rows, chunks, room], of the last level one chunk
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     stride: tl.tensor,  # of the scores
     num_seqs: tl.tensor,
     first_row: tl.tensor,
-    span: tl.tensor,  # tokens that `room` positions of the level before were chosen from
+    span: tl.tensor,  # tokens of a row that a chunk of the level before was chosen from
     width: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
     CHUNK: tl.constexpr = FORM.chunk
+    BEFORE: tl.constexpr = FORM.before
     ROOM: tl.constexpr = FORM.room
     i = tl.program_id(0)
     _, length = find_row(query_start_loc, seq_lens, num_seqs, first_row + i)
     first = tl.program_id(1) * CHUNK
-    tokens = first if FORM.is_first else first // ROOM * span
+    tokens = first if FORM.is_first else first // BEFORE * span
     if (length == 0) | (tokens >= length):
         return
     scores += i.to(tl.int64) * stride
-    here = first + tl.arange(0, CHUNK)
-    if FORM.is_first:
-        position = here
-        live = here < length
-    else:
-        live = (here < width) & (here % ROOM < tl.minimum(length - here // ROOM * span, FORM.most))
-        position = tl.load(before + i.to(tl.int64) * width + here, mask=live, other=0)
+    position = first + tl.arange(0, CHUNK)
+    live = position < length
+    if not FORM.is_first:
+        live = (position < width) & (position // BEFORE * span < length)
+        position = tl.load(before + i.to(tl.int64) * width + position, mask=live, other=-1)
+        live = position >= 0
     numbers = _ordered(tl.load(scores + position, mask=live, other=0.0))
-    count = tl.minimum(tl.sum(live.to(tl.int32), 0), FORM.most)
-    lowest, found = _lowest(numbers, live, count)
+    numbers = tl.where(live, numbers, _DEAD)
+    total = tl.sum(live.to(tl.int32), 0)
+    count = tl.minimum(total, FORM.most)
+    lowest, found = _lowest(numbers, count, total, ROOM)
     chosen = live & (numbers >= lowest)
-    if found != count:  # some that are equal to the lowest are not chosen
+    if found > ROOM:  # some that are equal to the lowest are not chosen
         above = live & (numbers > lowest)
         equal = (live & (numbers == lowest)).to(tl.int32)
         left = count - tl.sum(above.to(tl.int32), 0)
-        chosen = above | ((equal > 0) & (tl.cumsum(equal, 0) <= left))
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    if FORM.is_last:
-        out += i.to(tl.int64) * FORM.most
-        rest = tl.arange(0, ROOM)
-        tl.store(out + rest, -1, mask=(rest >= count) & (rest < FORM.most))
-    else:
-        out += (i.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROOM
+        chosen = above | ((equal > 0) & (_ranks(equal, CHUNK) <= left))
+        found = count
+    place = _ranks(chosen.to(tl.int32), CHUNK) - 1
+    out += (i.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROOM
+    rest = tl.arange(0, FORM.places)
+    tl.store(out + rest, -1, mask=(rest >= found) & (rest < ROOM))
     tl.store(out + place, position, mask=chosen)
 
 
@@ -125,10 +148,11 @@ def chunk_for(count: int) -> int:
     return max(2 * room, min(MOST_CHUNK, max(LEAST_CHUNK, 8 * room)))
 
 
-def level_widths(count: int) -> tuple[int, int, int]:
-    """Widths of scores that take one launch, two, and three."""
+def level_widths(count: int) -> list[int]:
+    """Widths of scores among whose levels are those of every width up to 2^22."""
     chunk = chunk_for(count)
-    return chunk, 2 * chunk, 2 * chunk * (chunk // power_of_two(count))
+    fewer = chunk // power_of_two(count)
+    return [min(chunk * n, 1 << 22) for n in (1, 2, fewer, 2 * fewer, fewer * fewer)]
 
 
 class Plan(NamedTuple):
@@ -172,13 +196,14 @@ def plan_choose(
 ) -> Plan:
     """Plan a call whose arguments have been checked; compiles nothing."""
     num_rows, count = out.shape
-    room, chunk = power_of_two(count), chunk_for(count)
+    least, chunk = power_of_two(count), chunk_for(count)
     launches: list[Launch] = []
     sizes: list[int] = []
-    width, span = max(1, scores.shape[1]), 1
+    width, span, before = max(1, scores.shape[1]), 1, 1
     while True:
         chunks = ceil_div(width, chunk)
-        form = Form(count, room, chunk, not launches, chunks == 1)
+        room = 2 * least if 2 * least * chunks <= chunk else least
+        form = Form(count, before, count if chunks == 1 else room, chunk, not launches)
         warps = min(16, max(4, chunk // 1024))
         variant = _choose.variant(place, out.device, (), (form,), num_warps=warps)
         numbers = (scores.stride(0), batch.num_seqs, first_row, span, width)
@@ -186,5 +211,4 @@ def plan_choose(
         if chunks == 1:
             return Plan(tuple(launches), tuple(sizes))
         sizes.append(num_rows * chunks * room)
-        span = chunk if len(launches) == 1 else span * (chunk // room)
-        width = chunks * room
+        span, width, before = span * (chunk // before), chunks * room, room

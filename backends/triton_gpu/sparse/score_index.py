@@ -21,6 +21,7 @@ from backends.triton_gpu.shared.launch import Launch, launcher
 from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two, sign
 from backends.triton_gpu.sparse.rows import find_row
 
+STAGES = 3
 FEW_ROWS = 16
 FEW_KEYS, MANY_KEYS = 512, 2048
 """Keys a chunk, for up to FEW_ROWS rows and for more."""
@@ -89,8 +90,8 @@ def _score(
     table = tables + s.to(tl.int64) * table_stride
     lane, dim, head = tl.arange(0, TILE), tl.arange(0, FORM.width), tl.arange(0, FORM.heads)
     has_head, has_dim = head < FORM.num_heads, dim < FORM.dim
-    at = row.to(tl.int64) * q_stride + head[None, :] * FORM.q_head + dim[:, None]
-    q = tl.load(query + at, mask=has_head[None, :] & has_dim[:, None], other=0.0)
+    of_query = row.to(tl.int64) * q_stride + head[None, :] * FORM.q_head + dim[:, None]
+    q = tl.load(query + of_query, mask=has_head[None, :] & has_dim[:, None], other=0.0)
     w = tl.load(weights + row.to(tl.int64) * w_stride + head, mask=has_head, other=0.0)
     to = out + (row - first_row).to(tl.int64) * out_stride
     block_id = tl.load(table + (begin + lane) // BLOCK_SIZE, mask=begin + lane < end, other=0)
@@ -144,15 +145,16 @@ def plan_score(
 ) -> Launch:
     """Plan a call whose arguments have been checked; compiles nothing."""
     (block, slot), num_rows = cache.k.stride()[:2], out.shape[0]
-    whole = query.element_size() == 4
     form = Form(
         query.stride(1), query.shape[1], query.shape[2], cache.k.shape[1], block, slot,
-        math.gcd(16, block, slot), 32 if whole else 128,
+        math.gcd(16, block, slot), 128 if query.element_size() == 2 else 32,
     )  # fmt: skip
+    row_bytes, room = form.width * query.element_size(), place.shared_bytes(out.device)
+    while form.tile > 16 and (STAGES * form.tile + form.heads) * row_bytes > room:
+        form = form._replace(tile=form.tile // 2)
     chunk = FEW_KEYS if num_rows <= FEW_ROWS else MANY_KEYS
-    variant = _score.variant(
-        place, out.device, (query.dtype,), (form,), num_warps=4, num_stages=2 if whole else 3
-    )
+    options = {"num_warps": 4, "num_stages": STAGES}
+    variant = _score.variant(place, out.device, (query.dtype,), (form,), **options)
     numbers = (
         query.stride(0), weights.stride(0), out.stride(0), batch.num_seqs,
         batch.block_table.stride(0), first_row, chunk,

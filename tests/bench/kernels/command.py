@@ -12,6 +12,7 @@ HEADINGS = {
     "prefill": "Attention with Q of N x L: Q queries for each of N sequences of L tokens.",
     "batch": "Attention of steps whose sequences differ.",
     "movement": "Keys and values are stored, blocks copied, slots computed.",
+    "sparse": "An index of 64 heads of 128 chooses 2,048 tokens, which are attended to.",
     "states": "Recurrent states, one token of each of 64 sequences; chunks of one prompt.",
     "host": "What a call costs the host: arguments checked, kernels launched, nothing waited for.",
     "ceilings": "What this device can do: read 1 GiB, copy it, multiply matrices of 8192 x 8192.",
@@ -20,6 +21,7 @@ _KINDS = {
     "decode": "decode",
     "prefill": "prefill",
     "host:": "host",
+    "sparse": "sparse",
     "state": "states",
     "read": "ceilings",
     "copy": "ceilings",
@@ -30,6 +32,7 @@ _KINDS = {
 def add_flags(parser):
     parser.add_argument("--backend", default="auto", help="auto, numba, triton or a plug-in's name")
     parser.add_argument("--only-states", action="store_true", help="of a GPU")
+    parser.add_argument("--only-sparse", action="store_true", help="of a GPU")
 
 
 def rows(options):
@@ -42,7 +45,8 @@ def rows(options):
     if is_cpu:
         found = bench_cpu(backend, quick=options.quick)
     else:
-        found = bench_gpu(backend, quick=options.quick, only_states=options.only_states)
+        only = {"only_states": options.only_states, "only_sparse": options.only_sparse}
+        found = bench_gpu(backend, quick=options.quick, **only)
     for one in found:
         first = one.case.split()[0]
         is_move = first.startswith(("store_kv", "copy_blocks", "compute_slot"))

@@ -9,13 +9,15 @@ starts and ends as a kernel does. What a call costs the host is measured without
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from backends.contract import AttentionTerms, Backend, Capabilities, KVCache, PagedBatch
+from backends.sparse import SparseBackend
 from backends.states import StateBackend
-from tests.bench.kernels import host, moves, prefill, states
+from tests.bench.kernels import host, moves, prefill, sparse, states
 from tests.bench.kernels.cases import DecodeCase, Row, ragged
 from tests.bench.kernels.graphs import against, buffer_sets, time_graph
 
@@ -97,7 +99,9 @@ def decode_cases(can: Capabilities) -> tuple[DecodeCase, ...]:
     return (*plain, *quantised, *_SHARED, *latents)
 
 
-def bench_gpu(backend: Backend, *, quick: bool, only_states: bool = False) -> Iterator[Row]:
+def bench_gpu(
+    backend: Backend, *, quick: bool, only_states: bool = False, only_sparse: bool = False
+) -> Iterator[Row]:
     """Decode, prefill, stores and states on the GPU beside the ceilings; quick: the small cases.
 
     Each row comes when it is measured: on a machine that compiles all of them that takes minutes.
@@ -106,6 +110,10 @@ def bench_gpu(backend: Backend, *, quick: bool, only_states: bool = False) -> It
     found = ceilings(device)
     speed = {row.case: row.gb_per_s or row.tflop_per_s for row in found}
     yield from found
+    if backend.capabilities.max_index_dim:
+        yield from sparse.bench_sparse(cast("SparseBackend", backend), speed[READ], quick=quick)
+    if only_sparse:
+        return
     if isinstance(backend, StateBackend):
         yield from states.bench_states(backend, speed[COPY], COPY, quick=quick)
     if only_states:

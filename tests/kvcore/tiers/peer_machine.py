@@ -91,6 +91,11 @@ class PeerMachine(TierMachine):
         else:
             self.other.reset()
 
+    @rule(tokens=PROMPTS)
+    def the_other_fails_a_step(self, tokens):
+        self.other.tiers.tiers[0].meanwhile = None
+        self.other.a_step_fails(tokens, b"")
+
     @rule()
     def the_other_resets_while_it_answers(self):
         self.other.tiers.tiers[0].meanwhile = self.other.reset

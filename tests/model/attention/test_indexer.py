@@ -8,6 +8,7 @@ import torch
 
 import backends
 from backends import sparse_oracle
+from kvcore.sanitize import SanitizerError
 from model import EngineConfig, ModelError, SamplingParams
 from model.attention import indexer
 from model.attention.attention import PagedPass
@@ -161,3 +162,19 @@ def test_other_settings_serve_an_index_too(setting):
         assert [*map(len, found)] == [NUM_TOKENS] * len(found)
     else:
         assert found == wanted_of(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_sanitizer_sees_a_choice_of_a_slot_that_was_never_written(monkeypatch):
+    engine = engine_of(network_of(), sanitize=True)
+    choose = PagedPass.choose
+
+    def too_far(self, layer, query, weights, key, count):
+        batch = self.batches[0]
+        tables, unused = batch.block_table.numpy(), self.caches.layers[0].k.shape[0] - 1
+        tables[0, 0] = unused  # after the checks of the step
+        return choose(self, layer, query, weights, key, count)
+
+    monkeypatch.setattr(PagedPass, "choose", too_far)
+    with pytest.raises(SanitizerError, match="attend_chosen of layer 0 has read a slot"):
+        tokens_of(engine)

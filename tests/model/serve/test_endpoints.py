@@ -132,14 +132,6 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(http, name, har
     assert answer.json()["error"]["message"] == f"{name}: not supported by this server"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_request_brings_no_chat_template_of_its_own(http, path):
-    own = {"chat_template": "{% for i in range(9) %}x{% endfor %}"}
-    asked = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": own}
-    answer = http.post(path, json=asked)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
-
-
 def test_at_most_sixteen_ignored_fields_are_named(http):
     many = {f"x{number}": number for number in range(2000)}
     answer = http.post("/v1/completions", json={**GREEDY, **many})

@@ -8,6 +8,9 @@ import pytest
 
 from model.async_engine import AsyncEngine
 from model.serve.config import ServeConfig
+from model.serve.messages import MessagesRequest
+from model.serve.protocol import ChatRequest
+from model.serve.responses import ResponsesRequest
 from tests.model.serve.calls import ADD as FUNCTION
 from tests.model.serve.calls import CALL, OTHER, TEMPLATE
 from tests.model.serve.conftest import Served
@@ -203,3 +206,18 @@ def test_a_key_may_be_sent_as_anthropics_clients_send_it(make_engine):
             assert ask(client, "Yes.").content[0].text == "Yes."
         with anthropic.Anthropic(base_url=running.url, auth_token="secret") as client:  # noqa: S106
             assert ask(client, "Yes.").content[0].text == "Yes."
+
+
+def test_an_image_is_that_of_a_chat():
+    """In three words: base64 and a URL in messages, and a URL in a response."""
+    source = {"type": "base64", "media_type": "image/png", "data": "QQ=="}
+    text, url = {"type": "text", "text": "What is this?"}, "data:image/png;base64,QQ=="
+    parts = [text, {"type": "image_url", "image_url": {"url": url}}]
+    wanted = ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]})
+    for made in (source, {"type": "url", "url": url}):
+        content = [text, {"type": "image", "source": made}]
+        asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        assert MessagesRequest.model_validate(asked).chat().messages == wanted.messages
+    content = [{**text, "type": "input_text"}, {"type": "input_image", "image_url": url}]
+    asked = {"input": [{"role": "user", "content": content}]}
+    assert ResponsesRequest.model_validate(asked).chat().messages == wanted.messages

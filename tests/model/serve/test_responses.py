@@ -150,7 +150,7 @@ def test_a_turn_goes_back_as_it_came(client):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
          "input.0.content.0.type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "["}]},
          "input.0.arguments"),

@@ -177,6 +177,8 @@ def test_a_demanded_form_begins_behind_the_reasoning(client, how):
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "add", "arguments": "[1]"}}]}]},
          "messages.1.tool_calls.0.function.arguments"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ x }}"}}},
+         "chat_template_kwargs.chat_template"),
         ({"messages": HELLO, "extra_body": {"continue_final_message": True,
                                             "add_generation_prompt": True}},
          "continue_final_message"),
@@ -197,6 +199,8 @@ def test_tools_and_what_came_of_them_are_in_the_prompt(http_of):
     assert '<|im_start|>system\n{"name": "now"}\n<|im_end|>' in text
     assert '<think>Hm.</think><tool_call>\n{"name": "add", "arguments": {"a": 3}}\n' in text
     assert text.endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
+    text = http_of("/tokenize", messages=[{"role": "developer", "content": "Add."}, *HELLO])
+    assert text.startswith("<|im_start|>system\nAdd.")  # the template knows no developers
     begun = [*HELLO, {"role": "assistant", "content": "It is"}]
     text = http_of("/tokenize", messages=begun, continue_final_message=True)
     assert text.endswith("<|im_start|>assistant\nIt is")
