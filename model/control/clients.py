@@ -50,7 +50,7 @@ class FairOrder:
     def end(self, client: str | None, priority: int, place: float, *, has_run: bool) -> None:
         """The request of this client and priority at this place has ended. O(1)."""
         if has_run:
-            turn = place - priority * self._span
+            turn = place - max(0, priority) * self._span  # an urgent one comes before its turn
             self.now = max(self.now + 1 / len(self._num_unfinished), turn)
         self._num_unfinished[client] -= 1
         if not self._num_unfinished[client]:

@@ -46,6 +46,16 @@ def test_requests_that_end_before_they_run_take_nobody_s_turn():
     assert ids(scheduler.waiting) == [0, 9, 1, 2, 3]
 
 
+def test_an_urgent_request_does_not_put_all_of_its_client_before_a_new_one():
+    _, scheduler = make(40, 4, max_num_seqs=1, priority_span=100)
+    for number in range(9):
+        add(scheduler, number, [number], client="many")
+    add(scheduler, 9, [9], client="many", priority=-1)
+    finish_one(scheduler)
+    add(scheduler, 10, [10], client="new")
+    assert ids(scheduler.waiting)[:4] == [0, 1, 10, 2]
+
+
 def test_priorities_come_on_top():
     _, scheduler = make(40, 4, priority_span=3)
     for number in range(4):
