@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import (
     PROCESSOR_MAPPING,
@@ -121,9 +121,9 @@ def open_image(given: object, limits: EngineConfig) -> Image.Image:
         try:
             with warnings.catch_warnings(action="ignore"):  # of sizes that are checked below
                 given = Image.open(io.BytesIO(given), formats=_FORMATS)
-        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-            large = isinstance(error, Image.DecompressionBombError)
-            why = reason(error) if large else f"wanted one of {', '.join(_FORMATS)}, got none"
+        except Exception as error:  # a broken file may raise any error of Pillow
+            is_none = isinstance(error, OSError)  # as is UnidentifiedImageError
+            why = f"wanted one of {', '.join(_FORMATS)}, got none" if is_none else reason(error)
             raise InvalidArgumentError(f"image: {why}") from error
     if not isinstance(given, Image.Image):
         raise InvalidArgumentError(
