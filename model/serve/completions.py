@@ -52,6 +52,7 @@ class _Texts(EventForm):
         told = self._with_prompt(delta, stream)
         if not (self._tells_logprobs or self._tells_ids or told.text or told.finish_reason):
             return ()
+        reason_json(delta)  # an error is told before anything of this event is written
         beside = self._ids(delta)
         if self._tells_ids and delta.sample not in self._begun:
             self._begun.add(delta.sample)
