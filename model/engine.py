@@ -477,11 +477,14 @@ def _allocate(
 ) -> MemoryPlan:
     """Have the caches; on several ranks as many blocks as the one with the least memory has."""
     networks = [network] if ahead is None else [network, ahead]
+    free = free_bytes(networks, config)
+    if free is not None and not isinstance(model.images, NoImages):
+        free = max(0, free - config.encoder_cache_bytes)
     plan = plan_memory(
         config,
         network.layout,
         is_gpu=network.device.type == "cuda",
-        free_bytes=free_bytes(networks, config),
+        free_bytes=free,
         beside=None if ahead is None else ahead.layout,
     )
     if model.ranks is not None:

@@ -4,7 +4,8 @@ The requests of each client take turns with those of the others, so that a clien
 requests delays mostly itself. The scheme is start-time fair queueing (Goyal, Vin and Cheng 1996) at
 the price of one a request: a client's next request is placed one behind its last, and the first of
 a client that has none unfinished at the present virtual time. Virtual time follows the turns of
-the requests that end, and advances by at least a turn divided by the number of clients with each.
+the requests that end, and advances by at least a turn divided by the number of clients with each;
+one that ends before it has run had no turn, and changes nothing.
 
 Counting tokens instead, as Sheng et al. 2024 do (arXiv:2401.00588), would be fairer where lengths
 differ much; places would then change after arrival, and the proof that every request ends rests on
@@ -14,7 +15,7 @@ Invariants:
 - a client's unfinished requests are in the order of their arrival;
 - with one client, or none named, so are all;
 - a request is overtaken only by requests that arrive before virtual time comes to its place, which
-  it does after no more than its distance times the number of clients have ended;
+  it does after no more than its distance times the number of clients have run and ended;
 - a client without unfinished requests is forgotten: O(clients with unfinished requests) of memory.
 
 Does not know: which requests run, who a client is.
@@ -46,10 +47,11 @@ class FairOrder:
         self._last[client] = turn
         return turn + priority * self._span
 
-    def end(self, client: str | None, priority: int, place: float) -> None:
+    def end(self, client: str | None, priority: int, place: float, *, has_run: bool) -> None:
         """The request of this client and priority at this place has ended. O(1)."""
-        turn = place - priority * self._span
-        self.now = max(self.now + 1 / len(self._num_unfinished), turn)
+        if has_run:
+            turn = place - max(0, priority) * self._span  # an urgent one comes before its turn
+            self.now = max(self.now + 1 / len(self._num_unfinished), turn)
         self._num_unfinished[client] -= 1
         if not self._num_unfinished[client]:
             del self._num_unfinished[client], self._last[client]

@@ -224,8 +224,8 @@ class EngineConfig(StepLimits):
     batch_invariant: bool = setting(
         False,
         help="deterministic inference: the output of a request does not depend on other requests, "
-        "chunked prefill or prefix cache hits (batch invariance); on a CPU only; slow; implies "
-        "--eager",
+        "chunked prefill or prefix cache hits (batch invariance); slow, prompts most of all; "
+        "implies --eager",
     )
     async_scheduling: bool | None = setting(
         None,

@@ -201,7 +201,8 @@ class Scheduler:
         if self._unfinished.get(request.request_id) is not request:
             raise InvalidArgumentError(f"request: {request!r} was not added to this scheduler")
         del self._unfinished[request.request_id]
-        self._clients.end(request.client, request.priority, request.order[0])
+        has_run = request.status is not Status.WAITING
+        self._clients.end(request.client, request.priority, request.order[0], has_run=has_run)
         self._followers.pop(request.request_id, None)
         for queue in (self._running, self._waiting):
             if request in queue:  # of none, if a plan was broken off while it changed its place

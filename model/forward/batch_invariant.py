@@ -6,7 +6,8 @@ attention kernels that split work by its size, and matrix products, whose librar
 order for another number of rows.
 
 Decides: attention runs in its batch-invariant mode with each token as a query of its own, and
-every linear layer computes its rows one by one, as if each token were alone.
+every linear layer computes its rows one by one, as if each token were alone: on a GPU in tiles that
+do not depend on their number (`invariant_kernels.py`), as are means and sums of rows.
 
 Invariants: a row's bits depend on its token and the tokens before it alone: not on other requests,
 and not on chunked prefill, prefix cache hits, preemption or draft tokens of its own. Products of
@@ -25,6 +26,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import backends
+import model.forward
 from model.attention.batch import StepTensors
 from model.errors import UnsupportedModelError
 from model.forward.network import PagedNetwork
@@ -37,16 +39,11 @@ class BatchInvariantNetwork(PagedNetwork):
     """A network whose rows do not depend on each other's number.
 
     Raises:
-        UnsupportedModelError: the backend has no batch-invariant attention, this is a GPU, or the
-            network has recurrent layers.
+        UnsupportedModelError: the backend has no batch-invariant attention, or the network has
+            recurrent layers.
     """
 
     def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
-        if backend.device.type != "cpu":
-            raise UnsupportedModelError(
-                "batch_invariant: matrix products are batch-invariant on a CPU only; use "
-                "--backend numba, or leave --batch-invariant out"
-            )
         if "batch_invariant" not in backend.capabilities.features:
             raise UnsupportedModelError(
                 f"batch_invariant: backend {backend.name} has no batch-invariant attention"
@@ -91,8 +88,10 @@ class BatchInvariantBackend:
     ) -> Tensor:
         """As `Backend.paged_attention`."""
         terms = replace(terms, batch_invariant=True)
-        batch = _token_by_token(batch)
-        return self._inner.paged_attention(query, cache, batch, terms, out=out)
+        out = query.new_empty(*query.shape[:2], cache.v.shape[3]) if out is None else out
+        for rows, some in _token_by_token(batch):
+            self._inner.paged_attention(query[rows], cache, some, terms, out=out[rows])
+        return out
 
     def attend_chosen(
         self,
@@ -108,24 +107,48 @@ class BatchInvariantBackend:
         return out
 
 
-def _token_by_token(batch: backends.PagedBatch) -> backends.PagedBatch:
-    """The same rows, each query token a sequence that ends with it. O(tokens * blocks)."""
+_AT_ONCE = 512
+"""Query tokens of a call: a GPU keeps up to 32 parts of each."""
+_KEPT = "token by token"
+
+
+def _token_by_token(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
+    """The same rows in calls, each query token a sequence that ends with it. O(tokens * blocks).
+
+    Once for all layers, where the batch keeps it.
+    """
+    kept = {} if batch.kept is None else batch.kept
+    if _KEPT not in kept:
+        kept[_KEPT] = _calls_of(batch)
+    return cast("list[tuple[slice, backends.PagedBatch]]", kept[_KEPT])
+
+
+def _calls_of(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
     if batch.max_query_len == 1:
-        return batch
-    counts = batch.query_start_loc.diff()
-    owners = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    starts = torch.arange(len(owners) + 1, dtype=torch.int32)
-    behind = batch.query_start_loc[1:][owners] - starts[:-1]  # rows of its sequence from it on
-    return replace(
-        batch,
-        query_start_loc=starts,
-        seq_lens=batch.seq_lens[owners] - behind + 1,
-        block_table=batch.block_table[owners],
-        max_query_len=1,
-        shared_prefix=None,
-    )
+        return [(slice(None), batch)]
+    counts, device = batch.query_start_loc.diff(), batch.query_start_loc.device
+    owners = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+    places = torch.arange(len(owners) + 1, dtype=torch.int32, device=device)
+    behind = batch.query_start_loc[1:][owners] - places[:-1]  # rows of its sequence from it on
+    seq_lens = batch.seq_lens[owners] - behind + 1
+    calls = []
+    for first in range(0, len(owners), _AT_ONCE):
+        rows = slice(first, min(first + _AT_ONCE, len(owners)))
+        some = replace(
+            batch,
+            query_start_loc=places[: rows.stop - first + 1],
+            seq_lens=seq_lens[rows],
+            block_table=batch.block_table[owners[rows]],
+            slot_mapping=batch.slot_mapping[rows],
+            max_query_len=1,
+            shared_prefix=None,
+            kept=None,
+        )
+        calls.append((rows, some))
+    return calls
 
 
+_SUMS = frozenset({"mean", "sum"})
 _ROUNDED = frozenset({"cos", "exp", "gelu", "mish", "sigmoid", "silu", "sin", "softplus", "tanh"})
 """Functions of one number whose last bit depends on how many numbers there are: PyTorch computes
 the rest that does not fill a processor's vector in another way."""
@@ -145,7 +168,10 @@ class _RowByRow(TorchFunctionMode):
         if func is functional.linear:
             return _linear(*args, **(kwargs or {}))  # type: ignore[arg-type]
         name = getattr(func, "__name__", "")
-        if name in _ROUNDED and isinstance(args[0], Tensor) and args[0].ndim > 1:
+        on_gpu = bool(args) and isinstance(args[0], Tensor) and args[0].is_cuda
+        if on_gpu and name in _SUMS:
+            return _summed(name, func, *args, **(kwargs or {}))  # type: ignore[arg-type]
+        if name in _ROUNDED and not on_gpu and isinstance(args[0], Tensor) and args[0].ndim > 1:
             return _each_row(func, args[0], args[1:], kwargs or {})
         if name in _MIXED:
             raise UnsupportedModelError(
@@ -167,7 +193,32 @@ def _each_row(
     return torch.stack(found).reshape(rows.shape) if found else rows  # type: ignore[arg-type]
 
 
+def _summed(
+    name: str,
+    func: Callable[..., object],
+    rows: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,  # noqa: FBT001, FBT002 - as PyTorch has it
+    **kwargs: object,
+) -> object:
+    """A sum or mean on a GPU, whose order PyTorch chooses by the number of rows."""
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else [*dim]
+    if (
+        dims not in ([-1], [rows.ndim - 1])
+        or kwargs
+        or not rows.is_floating_point()
+        or rows.dtype.itemsize > 4
+    ):
+        return func(rows, dim, keepdim, **kwargs) if dims else func(rows, **kwargs)
+    total = model.forward.invariant_kernels.sum_rows(rows)
+    total = (total / rows.shape[-1] if name == "mean" else total).to(rows.dtype)
+    return total.unsqueeze(-1) if keepdim else total
+
+
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if rows.is_cuda:
+        product: Tensor = model.forward.invariant_kernels.multiply(rows, weight, bias)
+        return product
     flat = rows.reshape(-1, rows.shape[-1])
     out = flat.new_empty((flat.shape[0], weight.shape[0]))
     for row, into in zip(flat, out, strict=True):

@@ -69,7 +69,7 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
     # Tracing changes what a call of a module does, so no module is called in parallel with it.
     calls = network.layer_calls()
     is_on_gpu = network.device.type == "cuda"
-    is_traced = not (config.eager or config.sanitize) and (
+    is_traced = not (config.eager or config.sanitize or config.batch_invariant) and (
         is_on_gpu or (config.compile and is_small(network.num_parameters))
     )
     is_compiled = is_traced and is_on_gpu and config.compile

@@ -15,6 +15,7 @@ Does not know: where a model comes from, backends, caches, requests.
 
 import copy
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -184,7 +185,18 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
     if not attending:
         return f"its Transformers class takes no attention backend{failure}"
     whose = "; ".join(f"{_numbers(places)}: {name}" for name, places in attending)
-    return f"its layers attend by code of their own, which takes no attention backend ({whose})"
+    own = f"code of their own{_own_code(config)}"
+    return f"its layers attend by {own}, which takes no attention backend ({whose})"
+
+
+def _own_code(config: PreTrainedConfig) -> str:
+    """What attention by code of its own does to logits or queries, by the names in its file."""
+    network_type = _network_class(config)
+    module = None if network_type is None else sys.modules.get(network_type.__module__)
+    names = " ".join(vars(module)).lower() if module is not None else ""
+    if "alibi" in names and getattr(config, "alibi", True):
+        return " with ALiBi biases"
+    return " with rotations of their own" if "rotary" in names else ""
 
 
 def _kind(name: str) -> str:

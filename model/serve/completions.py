@@ -52,24 +52,24 @@ class _Texts(EventForm):
         told = self._with_prompt(delta, stream)
         if not (self._tells_logprobs or self._tells_ids or told.text or told.finish_reason):
             return ()
-        reason_json(delta)  # an error is told before anything of this event is written
+        reason = reason_json(told)  # before anything is written
         beside = self._ids(delta)
         if self._tells_ids and delta.sample not in self._begun:
             self._begun.add(delta.sample)
             beside += self._prompt_ids(stream, delta.sample)
-        return chain((self._begin,), self._choice(told, beside), (self._end(stream, told),))
+        return chain((self._begin,), self._choice(told, reason, beside), (self._end(stream, told),))
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
         def choice(delta: Delta) -> Iterator[str]:
             beside = chain((self._ids(delta),), self._of_prompt(stream, delta.sample))
-            return self._choice(self._with_prompt(delta, stream), beside)
+            told = self._with_prompt(delta, stream)
+            return self._choice(told, reason_json(told), beside)
 
         return self._whole(map(choice, deltas), stream)
 
-    def _choice(self, delta: Delta, beside: Iterable[str]) -> Iterator[str]:
+    def _choice(self, delta: Delta, reason: str, beside: Iterable[str]) -> Iterator[str]:
         """A choice, with further fields, in parts."""
-        reason, text = reason_json(delta), quoted(delta.text)
-        yield f'{{"index":{delta.sample},"text":{text},"finish_reason":{reason}'
+        yield f'{{"index":{delta.sample},"text":{quoted(delta.text)},"finish_reason":{reason}'
         yield from beside
         yield ',"logprobs":'
         if not self._tells_logprobs:

@@ -39,7 +39,7 @@ def fetch(url: str, max_bytes: int, timeout_s: float) -> bytes:
         answer = _get(url, max_bytes, deadline)
         if isinstance(answer, bytes):
             return answer
-        url = urljoin(url, answer)
+        url = answer
     raise InvalidArgumentError(f"image_url: wanted at most {_MOST_REDIRECTS} redirects, got more")
 
 
@@ -59,7 +59,8 @@ def _get(url: str, max_bytes: int, deadline: float) -> bytes | str:
     try:
         with _connected(parts.scheme, host, port, deadline) as connection:
             connection.request("GET", target, headers={"Accept": "image/*"})
-            return _read(connection.getresponse(), max_bytes)
+            answer = _read(connection.getresponse(), max_bytes)
+        return answer if isinstance(answer, bytes) else urljoin(url, answer)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, InvalidArgumentError):
             raise
@@ -95,13 +96,15 @@ def _connected(
     left = max(0.001, deadline - time.monotonic())
     connection = http.client.HTTPConnection(host, port)
     connection.sock = socket.create_connection((str(addresses[0]), port), timeout=left)
-    timer = threading.Timer(left, _shut, [connection])
+    timer = threading.Timer(max(0.001, deadline - time.monotonic()), _shut, [connection])
     timer.daemon = True
     timer.start()
     try:
         if scheme == "https":
             context = ssl.create_default_context()
             connection.sock = context.wrap_socket(connection.sock, server_hostname=host)
+            if time.monotonic() >= deadline:  # the timer has found no connection to end
+                raise TimeoutError
         yield connection
     finally:
         timer.cancel()
@@ -128,4 +131,6 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
-    return found.is_global and not found.is_multicast
+        if found.is_site_local:
+            return False
+    return found.is_global and not (found.is_multicast or found.is_reserved)

@@ -81,6 +81,46 @@ def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
     assert engine.stats.num_hit_tokens > 0
 
 
+TEXTS = ["a prompt of some length, ", "short", "abc abc abc abc abc abc abc abc abc ", "x"] * 2
+DRAWN = [
+    SamplingParams(max_tokens=40, logprobs=3, ignore_eos=True, temperature=0.8, seed=number % 4)
+    for number in range(len(TEXTS))
+]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_batch_invariant_a_request_has_the_same_bits_however_it_is_computed(architecture, dtype):
+    """Tokens and log-probabilities: alone, in batches, chunks, hits, preempted, with drafts."""
+    backend = backends.get_backend("triton")
+    built = build(architecture, 25)
+    model = wrap_network(architecture, built.network.to(backend.device, dtype), built.codec)
+
+    def outputs(numbers, **fields):
+        config = EngineConfig(
+            **{"num_blocks": 90, "block_size": 16, **fields}, batch_invariant=True
+        )
+        engine = Engine(model, backend, config)
+        texts, params = [TEXTS[n] for n in numbers], [DRAWN[n] for n in numbers]
+        engine.generate(texts, params)
+        again = [one.tokens for one in engine.generate(texts, params)]  # hits what it found
+        return again, engine.stats
+
+    alone = [outputs([n])[0][0] for n in range(4)] * 2
+    every = range(len(TEXTS))
+    together, stats = outputs(every)
+    assert together == alone
+    assert stats.num_hit_tokens > 0
+    chunked, _ = outputs(every, max_num_batched_tokens=11)
+    assert chunked == alone
+    pressed, stats = outputs(every, num_blocks=12)
+    assert pressed == alone
+    assert stats.num_preemptions > 0
+    drafted, stats = outputs(every, drafts="ngram")
+    assert drafted == alone
+    assert stats.num_draft_tokens > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafts", [None, "ngram"])
 def test_networks_with_recurrent_layers_give_the_tokens_of_generate_on_a_gpu(kind, drafts):

@@ -193,6 +193,7 @@ EXTRA |= {
     },
     "Qwen4ExpTextConfig": {"": _QSA},
     "Qwen4ExpConfig": {"": {"text_config": _QSA}},
+    "FalconConfig": {"": {}, "alibi": {"alibi": True}},
     "GPTNeoConfig": {"": {"attention_types": [[["global", "local"], 1]]}},
     "GraniteMoeHybridConfig": {
         "": {"layer_types": _LINEAR},

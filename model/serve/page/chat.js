@@ -70,13 +70,19 @@ export class Chat {
     const body = isChat ? { ...about, messages: this.messages } : { ...about, prompt: text };
     const path = isChat ? "v1/chat/completions" : "v1/completions";
     const answer = await ask(path, { body, signal: this.running.signal });
-    let [written, usage, first] = ["", null, performance.now()];
+    let [written, usage, first, reasoning] = ["", null, performance.now(), null];
     for await (const { data } of events(answer)) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(String(chunk.error.message));
       const choice = chunk.choices?.[0];
       const piece = isChat ? choice?.delta?.content : choice?.text;
+      const thought = choice?.delta?.reasoning_content;
+      if (thought) {
+        reasoning ??= line.parentNode.insertBefore(document.createElement("div"), line);
+        reasoning.className = "note";
+        reasoning.append(thought);
+      }
       if (piece) {
         if (!written) first = performance.now();
         written += piece;

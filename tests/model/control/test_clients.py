@@ -37,6 +37,25 @@ def test_a_new_client_takes_the_seat_of_the_last_of_a_client_that_has_all():
     assert ids(scheduler.running) == [0, 5]
 
 
+def test_requests_that_end_before_they_run_take_nobody_s_turn():
+    _, scheduler = make(40, 4)
+    mine = [add(scheduler, number, [number], client="many") for number in range(9)]
+    for request in mine[4:]:
+        scheduler.abort(request)
+    add(scheduler, 9, [9], client="new")
+    assert ids(scheduler.waiting) == [0, 9, 1, 2, 3]
+
+
+def test_an_urgent_request_does_not_put_all_of_its_client_before_a_new_one():
+    _, scheduler = make(40, 4, max_num_seqs=1, priority_span=100)
+    for number in range(9):
+        add(scheduler, number, [number], client="many")
+    add(scheduler, 9, [9], client="many", priority=-1)
+    finish_one(scheduler)
+    add(scheduler, 10, [10], client="new")
+    assert ids(scheduler.waiting)[:4] == [0, 1, 10, 2]
+
+
 def test_priorities_come_on_top():
     _, scheduler = make(40, 4, priority_span=3)
     for number in range(4):
@@ -99,6 +118,6 @@ def test_places_grow_and_a_client_that_has_nothing_is_forgotten(acts):
             assert place == max([now, *(last + 1 for last in mine[-1:])])
             mine.append(place)
         elif mine:
-            order.end(client, 0, mine.pop(0))
+            order.end(client, 0, mine.pop(0), has_run=True)
             assert order.now > now
     assert {*order._last} == {client for client, mine in places.items() if mine}

@@ -1,5 +1,10 @@
 """Batch-invariant mode: a request's result is the same to the bit alone and in any batch."""
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,7 +24,8 @@ PARAMS = [
 
 
 def engine_of(architecture="qwen3", **fields):
-    config = EngineConfig(num_blocks=90, block_size=4, batch_invariant=True, **fields)
+    sizes = {"num_blocks": 90, **fields}
+    config = EngineConfig(block_size=4, batch_invariant=True, **sizes)
     return Engine(build(architecture, 25), backends.get_backend("numba"), config)
 
 
@@ -39,6 +45,24 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_batch(architecture, budg
         assert outputs(engine, numbers) == {n: alone[n] for n in numbers}
 
 
+def test_it_gives_the_same_bits_when_it_is_preempted_and_with_draft_tokens():
+    prompts = ["abc abc abc abc abc abc abc abc abc ", *PROMPTS[:3]]
+    params = [replace(each, max_tokens=40) for each in PARAMS]
+
+    def outputs(numbers, **fields):
+        engine = engine_of(**{"num_blocks": 400, **fields})
+        done = engine.generate([prompts[n] for n in numbers], [params[n] for n in numbers])
+        return [one.tokens for one in done], engine.stats
+
+    alone = [outputs([n])[0][0] for n in range(4)]
+    pressed, stats = outputs(range(4), num_blocks=32)
+    assert pressed == alone
+    assert stats.num_preemptions > 0
+    drafted, stats = outputs(range(4), drafts="ngram")
+    assert drafted == alone
+    assert stats.num_draft_tokens > 0
+
+
 def test_without_it_the_check_has_something_to_find():
     """Rows of one product do depend on their number here, or the mode would prove nothing."""
     torch.manual_seed(0)
@@ -51,6 +75,14 @@ def test_without_it_the_check_has_something_to_find():
             assert torch.allclose(layer(rows), together, atol=1e-5)
     if torch.equal(together, single):
         pytest.skip("this library of matrix products happens to be batch-invariant")
+
+
+def test_a_row_is_the_same_among_any_others_in_the_kernels_of_a_gpu():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.model.invariant_check"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "a row is the same among any others\n", done.stderr
 
 
 def test_what_cannot_be_batch_invariant_is_refused():

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from PIL.PngImagePlugin import PngInfo
 
 import backends
 from model.async_engine import AsyncEngine
@@ -29,9 +30,9 @@ TEMPLATE = (
 )
 
 
-def data_url(image):
+def data_url(image, about=None):
     out = io.BytesIO()
-    image.save(out, "PNG")
+    image.save(out, "PNG", pnginfo=about)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
@@ -71,6 +72,9 @@ def client(seeing):
 
 PATH = "/v1/chat/completions"
 FIRST, SECOND = data_url(vision.FIRST), data_url(vision.SECOND)
+COMMENT = PngInfo()
+COMMENT.add_text("Comment", "x" * (2 << 20), zip=True)
+BOMB = data_url(vision.FIRST, COMMENT)  # a text that is much longer than its file
 
 
 def test_an_image_stands_where_its_part_does_and_the_same_one_hits(client, seeing, engine_maker):
@@ -109,6 +113,7 @@ def test_an_image_stands_where_its_part_does_and_the_same_one_hits(client, seein
         ([{"type": "image_url", "image_url": {"url": "data:image/png,abc"}}], "wanted data:image"),
         ([{"type": "image_url", "image_url": {"url": "data:;base64,a"}}], "is not base64"),
         ([{"type": "image_url", "image_url": {"url": "data:;base64,QUJD"}}], "wanted one of PNG"),
+        ([{"type": "image_url", "image_url": {"url": BOMB}}], "image: Decompressed data too large"),
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "http or https URL"),
         ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}], "a public host"),
         ([{"type": "image_url", "image_url": {"url": FIRST}}] * 4, "at most 3 of them"),
@@ -193,12 +198,25 @@ def test_bytes_are_fetched_also_behind_redirects(files):
         ("/to/http://home.example/", "a public host, got 'home.example'"),
         ("/to/http://169.254.169.254/latest", "a public host"),
         ("/to/file:///etc/passwd", "an http or https URL"),
+        ("/to/http://[x", "cannot fetch"),
         ("/slow", r"no time is left \(--image-url-timeout-s\)"),
     ],
 )
 def test_what_is_too_much_or_not_public_is_refused(files, path, says):
     with pytest.raises(InvalidArgumentError, match=says):
         image_urls.fetch(files + path, 299 if path == "/a" else 300, 0.3)
+
+
+def test_no_time_is_left_behind_a_handshake_that_took_it(files, monkeypatch):
+    class Slow:
+        def wrap_socket(self, connection, server_hostname):
+            shaken = socket.socket(fileno=connection.detach())
+            threading.Event().wait(0.3)
+            return shaken
+
+    monkeypatch.setattr(image_urls.ssl, "create_default_context", Slow)
+    with pytest.raises(InvalidArgumentError, match="no time is left"):
+        image_urls.fetch(files.replace("http", "https") + "/a", 300, 0.2)
 
 
 def test_a_connection_goes_to_the_address_that_was_checked(monkeypatch):
@@ -229,6 +247,7 @@ def test_a_connection_goes_to_the_address_that_was_checked(monkeypatch):
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
         *("0.0.0.0", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1"),  # noqa: S104
         *("::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "ff02::1"),
+        *("::127.0.0.1", "::ffff:0:127.0.0.1", "64:ff9b:1::a00:1", "fec0::1"),
     ],
 )
 def test_addresses_that_are_not_of_the_internet(address):
