@@ -14,6 +14,7 @@ formats that Pillow reads itself); torchvision is not needed, because processors
 Does not know: requests, caches, when a vision tower runs (`forward/image_encoder.py`).
 """
 
+import copy
 import hashlib
 import inspect
 import io
@@ -311,14 +312,15 @@ class ImageCodec:
         return ImagePrompt(items, inputs, positions, delta, bool(self.ahead), given)
 
     def _read_once(self, given: object, limits: EngineConfig) -> "_Read":
-        """What an image becomes alone; of a file that was read lately, as it was then."""
-        if not isinstance(given, bytes):
-            return self._read(open_image(given, limits))
-        name = hashlib.sha256(given).digest()
+        """What an image becomes alone; of a file that was read lately, as it was then.
+
+        One at a time: a processor and its tokenizer are not made for several threads.
+        """
         with self._lock:
-            known = self._known.pop(name, None)
-        read = known or self._read(open_image(given, limits))
-        with self._lock:
+            if not isinstance(given, bytes):
+                return self._read(open_image(given, limits))
+            name = hashlib.sha256(given).digest()
+            read = self._known.pop(name, None) or self._read(open_image(given, limits))
             self._known[name] = read
             while sum(one.num_bytes for one in self._known.values()) > _KNOWN_BYTES:
                 self._known.popitem(last=False)
@@ -489,6 +491,7 @@ def load_images(
         processor = _load_processor(name, options, network.config, tokenizer)
     except Exception as error:  # noqa: BLE001  # any error of Transformers
         return NoImages(f"the processor of {name!r} does not load: {reason(error)}")
+    processor.tokenizer = copy.deepcopy(tokenizer)  # one for this thread alone
     if tokenizer.chat_template is None:  # older checkpoints keep it in a file of the processor
         tokenizer.chat_template = getattr(processor, "chat_template", None)
     return codec_of(network, processor, codec)

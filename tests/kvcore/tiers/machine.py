@@ -43,6 +43,11 @@ def prompt(length, fork):
 PROMPTS = st.builds(prompt, st.integers(5, 15), st.sampled_from([0, 1, 4, 15]))
 
 
+def numbers_of(tier):
+    """The copies of a tier by their numbers: one that was evicted and came again has another."""
+    return {key: getattr(one[0], "number", one[-1]) for key, one in tier.tier._entries.items()}
+
+
 def truth(*about):
     return xxhash.xxh3_128_digest(repr(about).encode())
 
@@ -428,18 +433,20 @@ class TierMachine(RuleBasedStateMachine):
         """What a request has read or computed may be wrong; what was stored before it stays."""
         marks, before = self.tiers.marks(), {*self.since_clear}
         kept = [tier for tier in self.tiers.tiers if tier.keeps]
-        held = [{*tier.tier._entries} for tier in kept]
+        held = [numbers_of(tier) for tier in kept]
         self.serve(tokens, salt, stores=True)
         seq = self.open_sequence(tokens, salt)
         wrong = {*self.register(tokens, self.namespaces[seq])}
-        held = [keys & {*tier.tier._entries} - wrong for tier, keys in zip(kept, held, strict=True)]
+        stayed = [
+            old.items() & numbers_of(tier).items() for tier, old in zip(kept, held, strict=True)
+        ]
         is_sound = self.was_sound and not self.disk.late
         self.tiers.reset(marks, seq)
         self.kv.close(seq)
         if is_sound:  # else the disk may lose what says that they are gone
             self.since_clear &= before - wrong
-        for tier, keys in zip(kept, held, strict=True):
-            found = {*tier.tier._entries}
+        for tier, old in zip(kept, stayed, strict=True):
+            found, keys = {*tier.tier._entries}, {key for key, _ in old} - wrong
             if found & wrong or not found <= before:
                 raise BrokenError("P37: a tier has what a failed step may have written")
             if is_sound and not keys <= found:
