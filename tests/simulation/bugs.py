@@ -17,6 +17,7 @@ from kvcore.wire import publisher, subscriber
 from model import async_engine
 from model.async_engine import AsyncEngine, EngineState
 from model.cluster.router import Router, Ticket
+from model.control.clients import FairOrder
 from model.control.scheduler import Scheduler
 from model.control.tier_transfers import TierTransfers
 from model.engine_core import EngineCore
@@ -402,6 +403,14 @@ class PriorityIsEverything(Scheduler):
         super().add(request)
         request.order = (request.priority * 10**6 + request.order[1], request.order[1])
         self._waiting.sort(key=lambda one: one.order)
+
+
+@replaces(FairOrder, "add")
+def gives_each_request_the_turn_of_now(self, client, priority):
+    """A client with many requests delays all others."""
+    self._num_unfinished[client] += 1
+    self._last[client] = self.now
+    return self.now + priority * self._span
 
 
 @bug("router")
