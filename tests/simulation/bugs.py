@@ -547,21 +547,6 @@ def stores_what_is_reused(self):
     """A store goes on when its blocks have been given back."""
 
 
-def suits(name, features):
-    """Whether a bug can show in runs with these features at all."""
-    classes, patches = BUGS[name]
-    owners = [owner for owner, _, _ in patches]
-    if "tiers" in classes or {tier_manager._Run, StoreJob} & {*owners}:
-        return bool(features.tiers)
-    if {"router", "subscriber", "publisher"} & {*classes} or {subscriber, publisher} & {*owners}:
-        return features.num_replicas > 1
-    if Ticket in owners:
-        return features.num_replicas > 1
-    return ("twin" not in classes or features.num_ranks > 1) and (
-        generation not in owners or features.speaks_http
-    )
-
-
 _OF_THE_SCHEDULER = (
     "ForgetsToCloseThePreempted", "StartsTheLastFirst", "SortsByPriorityAlone",
     "KeepsNoTokenForTheFirst", "SpendsMoreThanTheBudget", "SamplesInTheMiddleOfAPrompt",
