@@ -67,7 +67,14 @@ class Plan(NamedTuple):
 
 
 class Scheduling(Protocol):
-    """The verbs of a scheduler with a connector. Called single-threaded, one step at a time."""
+    """The verbs of a scheduler with a connector. Called single-threaded.
+
+    A scheduler that plans ahead, such as an asynchronous one, has an attribute `num_steps_ahead`,
+    the number of steps that are sent before the first of them is read (without it, 0). Then each
+    `update` is about the oldest step that was planned and not updated yet: its tokens are known
+    that many steps later, and may belong to requests that were aborted meanwhile. The device
+    computes the steps in their order, but a load is in no order with them.
+    """
 
     def start(self, num_blocks: int, block_size: int) -> int:
         """Make a fresh scheduler; return how many blocks it may hand out."""
@@ -89,7 +96,7 @@ class Scheduling(Protocol):
     def update(
         self, tokens: Mapping[str, int], loaded: Collection[str], failed: Collection[str]
     ) -> Collection[str]:
-        """Take what a step gave.
+        """Take what the oldest step gave that was not updated yet.
 
         Args:
             tokens: the token of each request whose chunk reached the end of its text.
@@ -142,6 +149,15 @@ class _Flight(NamedTuple):
     is_good: bool
 
 
+class _Sent(NamedTuple):
+    """A step that the device computes: what it gives, and the blocks that it touches."""
+
+    tokens: dict[str, int]
+    loaded: set[str]
+    failed: set[str]
+    block_ids: set[int]
+
+
 class _Run:
     """One seed."""
 
@@ -155,6 +171,9 @@ class _Run:
         self.open: dict[str, int] = {}  # the final length of each unfinished request, in tokens
         self.computed: dict[str, int] = {}
         self.flying: list[_Flight] = []
+        self.sent: list[_Sent] = []
+        self.num_ahead: int = getattr(scheduler, "num_steps_ahead", 0)
+        self.num_read: dict[str, int] = {}  # tokens of each text that the scheduler knows
         self.program: list[str] = []
         longest = 5 * self.size + 5
         self.num_blocks = (2 + longest // self.size) * draw.choice((1, 2, 4)) + 1
@@ -179,7 +198,8 @@ class _Run:
             if self.num_steps > bound:
                 self._broken("P5", f"requests that never end: {[*self.open]}")
             self._step()
-        self._step()
+        for _ in range(1 + self.num_ahead):
+            self._step()
         free: int = self._call("num_free_blocks")
         if free != usable:
             self._broken("P5", f"all has ended: wanted {usable} free blocks, got {free}")
@@ -191,7 +211,7 @@ class _Run:
         stored = self.draw.randint(0, (len(prompt) - 1) // self.size) * self.size
         stored = stored if self.draw.random() < 0.7 else 0
         self.texts[name], self.open[name] = list(prompt), len(prompt) + num_new
-        self.computed[name] = 0
+        self.computed[name], self.num_read[name] = 0, len(prompt)
         self.seen["requests"] += 1
         self._call("add", name, prompt, num_new, stored)
 
@@ -206,31 +226,47 @@ class _Run:
         self._say(f"# {plan}")
         for load in plan.loads:
             self._check_targets(load.request, load.block_ids)
+            for step in self.sent:
+                if both := step.block_ids.intersection(load.block_ids):
+                    told = f"{both}, which a step under way may write"
+                    self._broken("P17", f"the load of {load.request} is given {told}")
             self.seen["loads"] += 1
             until = self.num_steps + self.draw.randint(0, 6)
             self.flying.append(_Flight(load, until, self.draw.random() < 0.8))
         tokens = {}
         for chunk in plan.chunks:
             self._compute(chunk)
-            text = self.texts[chunk.request]
+            name, text = chunk.request, self.texts[chunk.request]
             if chunk.start + chunk.num_tokens == len(text):
-                tokens[chunk.request] = self._path(chunk.request)[-1] % _NUM_TOKENS
-        loaded, failed = self._arrive()
+                tokens[name] = self._path(name)[-1] % _NUM_TOKENS
         for name, token in tokens.items():
             self.texts[name].append(token)
-        due = {name for name in tokens if len(self.texts[name]) == self.open.get(name)}
-        ended = set(self._call("update", tokens, loaded, failed))
+        touched = {block for chunk in plan.chunks for block in self._table(chunk)}
+        self.sent.append(_Sent(tokens, *self._arrive(), touched))
+        if len(self.sent) > self.num_ahead:
+            self._read(self.sent.pop(0))
+
+    def _read(self, step: _Sent) -> None:
+        """The scheduler is told what a step gave."""
+        for name in step.tokens:
+            self.num_read[name] += 1
+        due = {name for name in step.tokens if self.num_read[name] == self.open.get(name)}
+        ended = set(self._call("update", step.tokens, step.loaded, step.failed))
         if ended != due:
             self._broken("P5", f"wanted the end of {sorted(due)}, got {sorted(ended)}")
         for name in ended:
             del self.open[name]
+
+    def _table(self, chunk: Chunk) -> Sequence[int]:
+        """The blocks that a chunk reads or writes."""
+        return chunk.block_table[: -(-(chunk.start + chunk.num_tokens) // self.size)]
 
     def _compute(self, chunk: Chunk) -> None:
         """Read all that a chunk sees, then write its own."""
         name, stop = chunk.request, chunk.start + chunk.num_tokens
         if name not in self.open:
             self._broken("P1", f"{name} is computed, and has ended")
-        table = chunk.block_table[: -(-stop // self.size)]
+        table = self._table(chunk)
         self._check_targets(name, table)
         self.seen["hits"] += self.computed[name] == 0 < chunk.start
         self.computed[name] = stop

@@ -3,6 +3,9 @@
 `Scheduler` makes a real `Scheduler` and gives it a connector whose loads `check_scheduler` decides:
 
     python -m tests.engines.vllm_0_32_scheduler --seeds 2000
+    python -m tests.engines.vllm_0_32_scheduler --seeds 2000 --ahead
+
+`Ahead` makes an `AsyncScheduler`, which plans a step before the tokens of the last are read.
 """
 
 import argparse
@@ -18,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched import scheduler as module
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -70,6 +74,9 @@ class Connector(KVConnectorBase_V1):
 class Scheduler:
     """The adapter."""
 
+    num_steps_ahead, make = 0, module.Scheduler
+    offers_again = True  # what could not be loaded; vLLM's OffloadingConnector does not
+
     def start(self, num_blocks, block_size):
         init_none_hash(sha256)
         blocks = CacheConfig(block_size=block_size, enable_prefix_caching=True)
@@ -88,11 +95,13 @@ class Scheduler:
                 kv_load_failure_policy="recompute",
             ),
         )  # fmt: skip
+        # A CPU turns it off, and blocks of a step under way would be free too early.
+        config.scheduler_config.async_scheduling = self.num_steps_ahead > 0
         register_all_kvcache_specs(config)
         spec = FullAttentionSpec(
             block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
         )
-        self.scheduler = module.Scheduler(
+        self.scheduler = self.make(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
             block_size=block_size,
@@ -101,6 +110,7 @@ class Scheduler:
         )
         self.hasher = get_request_block_hasher(block_size, sha256)
         self.blocks = {}  # of loads that began
+        self.sent = []
         return self.num_free_blocks()
 
     def add(self, request, tokens, num_new_tokens, num_stored):
@@ -114,7 +124,8 @@ class Scheduler:
 
     def schedule(self):
         scheduler = self.scheduler
-        self.output = output = scheduler.schedule()
+        output = scheduler.schedule()
+        self.sent.append(output)
         loads, scheduler.connector.begun = scheduler.connector.begun, []
         self.blocks |= {load.request: load.block_ids for load in loads}
         chunks = []
@@ -125,7 +136,10 @@ class Scheduler:
         return Plan(chunks, loads)
 
     def update(self, tokens, loaded, failed):
-        names = [*self.output.num_scheduled_tokens]
+        output = self.sent.pop(0)
+        names = [*output.num_scheduled_tokens]
+        if not self.offers_again:
+            self.scheduler.connector.stored |= dict.fromkeys(failed, 0)
         invalid = {block for name in failed for block in self.blocks[name]}
         made = ModelRunnerOutput(
             req_ids=names,
@@ -138,7 +152,7 @@ class Scheduler:
                 finished_recving=set(loaded), invalid_block_ids=invalid
             ),
         )
-        given = self.scheduler.update_from_output(self.output, made)
+        given = self.scheduler.update_from_output(output, made)
         outputs = [output for each in given.values() for output in each.outputs]
         return [output.request_id for output in outputs if output.finish_reason is not None]
 
@@ -146,12 +160,22 @@ class Scheduler:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+class Ahead(Scheduler):
+    """The adapter of the asynchronous one."""
+
+    num_steps_ahead, make = 1, async_scheduler.AsyncScheduler
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.engines.vllm_0_32_scheduler")
     parser.add_argument("--seeds", type=int, default=200)
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--ahead", action="store_true", help="the asynchronous scheduler")
+    parser.add_argument("--offers-once", action="store_true", help="no load is tried again")
+    options = parser.parse_args()
+    made = Ahead if options.ahead else Scheduler
+    made.offers_again = not options.offers_once
     try:
-        print(check_scheduler(Scheduler, range(seeds)))  # noqa: T201  # a command prints
+        print(check_scheduler(made, range(options.seeds)))  # noqa: T201  # a command prints
     except BrokenError as error:
         print(error)  # noqa: T201
         return 1

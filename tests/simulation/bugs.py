@@ -17,6 +17,7 @@ from kvcore.wire import publisher, subscriber
 from model import async_engine
 from model.async_engine import AsyncEngine, EngineState
 from model.cluster.router import Router, Ticket
+from model.control.clients import FairOrder
 from model.control.scheduler import Scheduler
 from model.control.tier_transfers import TierTransfers
 from model.engine_core import EngineCore
@@ -404,6 +405,14 @@ class PriorityIsEverything(Scheduler):
         self._waiting.sort(key=lambda one: one.order)
 
 
+@replaces(FairOrder, "add")
+def gives_each_request_the_turn_of_now(self, client, priority):
+    """A client with many requests delays all others."""
+    self._num_unfinished[client] += 1
+    self._last[client] = self.now
+    return self.now + priority * self._span
+
+
 @bug("router")
 class ChoosesTheLost(Router):
     """A replica that was removed is chosen when nothing waits at it."""
@@ -536,21 +545,6 @@ def finds_what_other_salts_have(self):
 @replaces(StoreJob, "cancel")
 def stores_what_is_reused(self):
     """A store goes on when its blocks have been given back."""
-
-
-def suits(name, features):
-    """Whether a bug can show in runs with these features at all."""
-    classes, patches = BUGS[name]
-    owners = [owner for owner, _, _ in patches]
-    if "tiers" in classes or {tier_manager._Run, StoreJob} & {*owners}:
-        return bool(features.tiers)
-    if {"router", "subscriber", "publisher"} & {*classes} or {subscriber, publisher} & {*owners}:
-        return features.num_replicas > 1
-    if Ticket in owners:
-        return features.num_replicas > 1
-    return ("twin" not in classes or features.num_ranks > 1) and (
-        generation not in owners or features.speaks_http
-    )
 
 
 _OF_THE_SCHEDULER = (

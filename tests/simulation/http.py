@@ -9,6 +9,7 @@ from functools import cache
 
 from model.serve.app import create_app
 from model.serve.config import ServeConfig
+from tests.simulation.device import ViolationError
 
 _SCOPE = {
     "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
@@ -119,7 +120,10 @@ async def complete(app, body, pause_s=0.0):
 def _choices(raw):
     if raw == b"[DONE]":
         return
-    document = json.loads(raw)
+    try:
+        document = json.loads(raw)
+    except ValueError as error:
+        raise ViolationError(f"the server sends what is no JSON: {raw!r}") from error
     if "error" in document:
         raise RefusedError(None, raw)
     for choice in document["choices"]:

@@ -36,6 +36,11 @@ class Features:
     network_faults: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ()
 
+    def reads_some_at_once(self):
+        """Whether narrow steps are read late and wide ones at once: a failure differs there."""
+        is_mixed = 0 < self.most_deferred < self.max_num_seqs and not self.drafts
+        return is_mixed and self.num_ranks == 1 and self.caches
+
     def groups(self):
         """The layer groups of its allocator."""
         made = {
@@ -66,6 +71,7 @@ class Ask:
     max_tokens: int
     num_samples: int = 1
     priority: int = 0
+    client: str | None = None  # whose request it is: clients take turns
     salt: str = ""
     stop: tuple[str, ...] = ()
     ignores_eos: bool = False
@@ -160,7 +166,11 @@ def draw_plan(seed, *, faulty=True):
         )
     if features.tiers:
         asks = _asked_again(asks, again)
+    names = again.choice(((None,), (None,), ("one", "two"), (None, "one", "two", "three")))
+    asks = [dataclasses.replace(ask, client=again.choice(names)) for ask in asks]
     faults = _draw_faults(draw, at_s, features) if faulty else ()
+    if faulty and features.reads_some_at_once() and again.random() < 0.5:
+        faults += tuple([Fault("read", again.randint(2, 40)) for _ in range(2)])
     return Plan(seed, features, tuple(asks), faults)
 
 

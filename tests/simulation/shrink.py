@@ -16,8 +16,8 @@ _PLAIN_FEATURES = {
     "max_num_seqs": 64, "max_num_batched_tokens": 256, "tiers": (),
 }  # fmt: skip
 _PLAIN_ASK = {
-    "num_samples": 1, "priority": 0, "salt": "", "stop": (), "ignores_eos": True, "retains": False,
-    "streams": True, "leaves_s": None, "pause_s": 0.0, "at_s": 0.0,
+    "num_samples": 1, "priority": 0, "client": None, "salt": "", "stop": (), "ignores_eos": True,
+    "retains": False, "streams": True, "leaves_s": None, "pause_s": 0.0, "at_s": 0.0,
 }  # fmt: skip
 
 

@@ -271,6 +271,7 @@ class Run:
             params,
             num_samples=ask.num_samples,
             priority=ask.priority,
+            client=ask.client,
             namespace=salted(ask.salt),
             retain=[_RETENTION] if ask.retains else [],
         )
@@ -297,7 +298,8 @@ class Run:
         body = {
             "prompt": list(ask.prompt), "max_tokens": ask.max_tokens, "n": ask.num_samples,
             "priority": ask.priority, "cache_salt": ask.salt or None, "stop": list(ask.stop),
-            "ignore_eos": ask.ignores_eos, "stream": ask.streams, "temperature": 0,
+            "user": ask.client, "ignore_eos": ask.ignores_eos, "stream": ask.streams,
+            "temperature": 0,
         }  # fmt: skip
         try:
             async for number, text, reason in complete(replica.app, body, ask.pause_s):

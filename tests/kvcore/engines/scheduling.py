@@ -40,6 +40,8 @@ class Scheduler:
                 continue
             start = sequence.num_computed_tokens
             count = sequence.num_tokens - start
+            if not count:
+                continue
             try:
                 self.kv.reserve(sequence, count)
             except kvcore.OutOfBlocksError:
@@ -122,3 +124,48 @@ class TellsTheEndTooEarly(Scheduler):
 
     def add(self, request, tokens, num_new_tokens, num_stored):
         super().add(request, tokens, max(1, num_new_tokens - 1), num_stored)
+
+
+class Ahead(Scheduler):
+    """The next step is planned before the tokens of the last are read."""
+
+    num_steps_ahead = 1
+
+    def start(self, num_blocks, block_size):
+        self.steps = []
+        return super().start(num_blocks, block_size)
+
+    def schedule(self):
+        plan = super().schedule()
+        self.steps.append([self.lease(self.open[chunk.request][0]) for chunk in plan.chunks])
+        for chunk in plan.chunks:
+            sequence, _, stop, _ = self.open[chunk.request]
+            if sequence.num_tokens < stop - 1:
+                self.kv.expect(sequence, 1)
+        return plan
+
+    def lease(self, sequence):
+        return self.kv.lease(sequence)
+
+    def update(self, tokens, loaded, failed):
+        for lease in self.steps.pop(0):
+            lease.end()
+        for request in loaded:
+            self.arrived(request, self.loads.pop(request), is_good=request not in failed)
+        ended = []
+        for request in [request for request in tokens if request in self.open]:
+            sequence, text, stop, _ = self.open[request]
+            text.append(tokens[request])
+            if sequence is not None and sequence.num_unknown_tokens:
+                self.kv.resolve(sequence, [tokens[request]])
+            if len(text) == stop:
+                self.abort(request)
+                ended.append(request)
+        return ended
+
+
+class FreesUnderTheStep(Ahead):
+    """vllm#45357: a load is given blocks that a step under way may write."""
+
+    def lease(self, sequence):
+        return self.kv.leases.begin([], "step", "", None)

@@ -6,8 +6,9 @@ from kvcore.testing import PropertyError, check_scheduler
 from tests.kvcore.engines import scheduling
 
 
-def test_a_sound_scheduler_keeps_its_promises():
-    seen = check_scheduler(scheduling.Scheduler, range(60))
+@pytest.mark.parametrize("sound", [scheduling.Scheduler, scheduling.Ahead])
+def test_a_sound_scheduler_keeps_its_promises(sound):
+    seen = check_scheduler(sound, range(60))
     assert all(seen.values()), seen
 
 
@@ -19,6 +20,7 @@ def test_a_sound_scheduler_keeps_its_promises():
         (scheduling.ForgetsTheLate, "P5"),
         (scheduling.WaitsForTheFailed, "P5"),
         (scheduling.TellsTheEndTooEarly, "P5"),
+        (scheduling.FreesUnderTheStep, "P17"),
     ],
 )
 def test_a_broken_scheduler_is_caught(broken, prop):
