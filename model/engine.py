@@ -390,7 +390,17 @@ def engine_of(
 
 
 def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig) -> PagedNetwork:
-    """The network, and what its caches will store."""
+    """The network, and what its caches will store.
+
+    Raises:
+        UnsupportedModelError: on a GPU draft tokens are drawn in another way than single tokens.
+    """
+    if config.batch_invariant and config.is_speculative and backend.device.type == "cuda":
+        source = "--drafts" if config.draft_model is None else "--draft-model"
+        raise UnsupportedModelError(
+            f"batch_invariant: wanted no {source} on a GPU, where accepted draft tokens have other "
+            "last bits"
+        )
     kind = BatchInvariantNetwork if config.batch_invariant else PagedNetwork
     network = kind(model, backend)
     if config.kv_dtype == "fp8":

@@ -208,7 +208,10 @@ def plan_prefill(
     layer = layer_of(place, query, cache, out, terms)
     size, room = query.element_size(), place.shared_bytes(query.device)
     rows, keys, warps, stages = shape_of_tiles(layer.width * size, size, group, longest, room)
-    form = Form(layer, query.stride(0), out.stride(0), terms.scale < 0, rows, keys)
+    q_token = (
+        query.stride(0) if len(query) > 1 else query[0].numel()
+    )  # of one token it means nothing
+    form = Form(layer, q_token, out.stride(0), terms.scale < 0, rows, keys)
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
     variant = _attend.variant(
         place, query.device, dtypes, (form,), num_warps=warps, num_stages=stages
