@@ -105,8 +105,9 @@ def test_the_quick_run_says_what_is_measured_and_ends_with_a_summary():
     assert "In short:\n  take and free a block: " in out
 
 
-def test_the_page_names_every_workload_and_every_command():
-    assert [name for name in command.HEADINGS if name not in PAGE] == []
+def test_the_page_names_the_workloads_and_every_command():
+    first, *_, last = command.HEADINGS
+    assert f"{first} to {last}" in PAGE
     code, out, _ = run("--help")
     assert code == 0
     commands = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
