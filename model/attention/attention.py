@@ -118,6 +118,8 @@ class PagedPass:
             sparse: Any = self.backend
             found: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)
             return found
+        if query.stride(0) < query.stride(1):  # then it grows with the step, and kernels are
+            query = query.contiguous()  # compiled for the stride from head to head
         out = self.backend.paged_attention(query, cache, batch, terms)
         if looks_ahead and self.ahead is not None:
             group = self.layout.places[layer][0]
@@ -218,7 +220,7 @@ def attend(
         soft_cap=softcap,
         sinks=s_aux,
     )
-    # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim] as views: kernels take any stride.
+    # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim] as views.
     query, key, states = _tokens_first(query), _tokens_first(key), _tokens_first(value)
     size, record = value.shape[-1], absorbed(module)
     chosen = (indices[0],) if isinstance(indices, Tensor) else ()
