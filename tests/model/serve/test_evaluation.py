@@ -21,7 +21,9 @@ from model.serve.config import ServeConfig
 from model.tiny import CHECKPOINT_DIR
 from tests.model.serve.conftest import Served
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: kvcore[eval]")
+lm_eval = pytest.importorskip(
+    "lm_eval", reason='lm-eval is not installed: pip install "lm-eval[api]"'
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of lm-eval and what it imports
