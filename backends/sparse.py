@@ -12,8 +12,8 @@ that an index chooses for them ("lightning indexer", DeepSeek-V3.2, arXiv:2512.0
   (causality), or all of these if there are no more. Of equal scores (-0 equals 0) the lower
   position comes first. No score is NaN.
 - Attention to chosen tokens is attention, and its cost follows `count`, not the context.
-- As everywhere, no slot is read that no query of the batch sees, and nothing is written but what is
-  asked for; attention reads the slots of chosen tokens alone.
+- A slot is read only if a query of the batch sees it, as in every operation; attention reads only
+  the slots of chosen tokens. An operation writes only its outputs.
 
 Knows nothing of how layers make index keys and weights, or of layers that share a choice: the
 caller passes the positions on.
@@ -85,7 +85,7 @@ class SparseBackend(Backend, Protocol):
             batch: where they are.
             chosen: int32 [num_tokens, count], contiguous, as `choose_tokens` writes it: each row
                 has min(count, position + 1) positions.
-            terms: what is computed; without a window.
+            terms: scale, soft cap and sinks of the layer; no window.
             out: as `paged_attention` takes it.
         """
         ...

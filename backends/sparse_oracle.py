@@ -86,5 +86,5 @@ def attend_chosen(
 
 
 def _on_cpu(cache: KVCache) -> list[Tensor]:
-    """Copies without gaps; a quantised one stays as it is, but for gathering needs bytes."""
+    """Contiguous copies of the tensors on the CPU, in their own dtypes."""
     return [each.detach().cpu().contiguous() for each in cache.tensors]

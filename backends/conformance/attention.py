@@ -33,7 +33,8 @@ def check_attention(backend: Backend, case: AttentionCase) -> Iterator[Finding]:
         ratio, relative = expected.worst_ratio(out), expected.relative_error(out)
         limit = RELATIVE_LIMIT[case.dtype]
         good = ratio <= 1 and relative <= limit
-        detail = f"a row errs {ratio:.2f} times what is allowed; in all {relative:.1e} of {limit}"
+        detail = f"the error of a row is {ratio:.2f} times the tolerance"
+        detail += f"; of all rows {relative:.1e}, at most {limit}"
         yield _finding("accuracy", case, "" if good else detail, ratio)
     yield _finding("untouched", case, _strays(inputs, before, edges, live))
     inputs.run(backend)

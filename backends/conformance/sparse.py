@@ -29,7 +29,7 @@ class SparseCase:
     """A layer's call of all three operations, as plain data."""
 
     attention: AttentionCase
-    """The batch, the cache and what is computed; without a window or a shared prefix."""
+    """The batch, the cache and the attention terms; no window and no shared prefix."""
     count: int = 6
     num_heads: int = 4
     """Of the index."""
@@ -134,7 +134,7 @@ def _check_attention(
     yield _finding("poison", case, f"{nans} NaN in the output" if nans else "")
     if not nans:
         ratio = expected.worst_ratio(out)
-        detail = "" if ratio <= 1 else f"a row errs {ratio:.2f} times what is allowed"
+        detail = "" if ratio <= 1 else f"the error of a row is {ratio:.2f} times the tolerance"
         yield _finding("attention", case, detail, ratio)
     memory = one.out_memory.clone()
     memory.as_strided(one.out.size(), one.out.stride(), one.out.storage_offset())[:live] = math.nan

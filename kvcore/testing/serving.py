@@ -247,7 +247,7 @@ class _Run:
             self._read(self.sent.pop(0))
 
     def _read(self, step: _Sent) -> None:
-        """The scheduler is told what a step gave."""
+        """Give the scheduler the tokens and loads of a step, and check which requests end."""
         for name in step.tokens:
             self.num_read[name] += 1
         due = {name for name in step.tokens if self.num_read[name] == self.open.get(name)}

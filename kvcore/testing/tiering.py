@@ -6,8 +6,8 @@ loads, restarts and faults from a seed, keeps a ghost of every content, and chec
 
 - P37: what a load brings is the content that was asked for, in this layout and since the last
   reset, or it is a miss; misses of damaged copies are counted;
-- P38: what is found has all its bytes; a job touches its rows until it ends and not after; it ends
-  once;
+- P38: a copy is found only when all its bytes are stored; a job reads or writes its rows only until
+  it ends, and it ends once;
 - P39: the bytes on the device stay within the capacity, over restarts too;
 - P24: what was stored is found and served until as many others as have room came after it;
 - P41: every job ends.
@@ -88,7 +88,7 @@ class Tiering(Protocol):
     layouts: Sequence[str]
 
     def start(self, capacity_bytes: int, memory: mmap, row_bytes: int, layout: str) -> int:
-        """Start a process on the device as it is.
+        """Start a process; the device keeps what earlier processes left on it.
 
         Args:
             capacity_bytes: the most bytes that the tier may take up on the device.

@@ -105,7 +105,7 @@ class PagedPass:
 
         A layer that reads those of an earlier layer stores nothing.
         """
-        looks_ahead = self.ahead is not None and layer in self.ahead.layers
+        ahead = self.ahead if self.ahead is not None and layer in self.ahead.layers else None
         layer = self.layout.numbers[layer]
         cache, shape = self.caches.layers[layer], self.layout.layers[layer]
         batch = self.batches[self.layout.places[layer][0]]
@@ -114,16 +114,16 @@ class PagedPass:
         if shape.reads is None:
             rows = None if cache.is_latent else value
             self.backend.store_kv(key, rows, cache, batch.slot_mapping)
+        if query.stride(0) < query.stride(1):  # heads first: the stride from head to head grows
+            query = query.contiguous()  # with the step, and GPU kernels are compiled for it
         if chosen is not None and batch.max_seq_len > chosen.shape[1]:
             sparse: Any = self.backend
             found: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)
             return found
-        if query.stride(0) < query.stride(1):  # then it grows with the step, and kernels are
-            query = query.contiguous()  # compiled for the stride from head to head
         out = self.backend.paged_attention(query, cache, batch, terms)
-        if looks_ahead and self.ahead is not None:
+        if ahead is not None:
             group = self.layout.places[layer][0]
-            self.ahead.attend(out, self.backend, query, cache, group, terms)
+            ahead.attend(out, self.backend, query, cache, group, terms)
         return out
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:

@@ -1,8 +1,8 @@
 """The scheduler: which requests run, and what each step computes.
 
 Requests have an order, fixed when they arrive: clients take turns (`clients.py`), the requests of
-one go by arrival, and one level of priority moves a request ahead of the next `priority_span`
-arrivals and no more, so that no stream of others can starve it. Under a budget of tokens a step,
+one go by arrival, and one level of priority moves a request ahead by `priority_span` turns and no
+more, so that no stream of others can starve it. Under a budget of tokens a step,
 decodes go first; what is left goes in order to prefills, in pieces (chunked prefill, as in
 Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requests. Blocks are taken
 chunk by chunk, so that a window group never holds more than a window and a chunk.

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -109,9 +109,10 @@ def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
                 f"lora: {name}: {folder / _CONFIG}: {key}: wanted {shown(allowed[0])}, got "
                 f"{shown(value)}"
             )
-    halves = _halves(name, folder / _WEIGHTS)
+    stored = _weights(name, folder / _WEIGHTS)
+    halves = _halves(name, folder / _WEIGHTS, stored)
     products = {path: _product(name, path, both, config, network) for path, both in halves.items()}
-    return Adapter(name, _version(folder), products)
+    return Adapter(name, _version(folder, stored), products)
 
 
 def read_versions(texts: Sequence[str]) -> dict[str, int]:
@@ -124,7 +125,7 @@ def read_versions(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         with suppress(ModelNotFoundError):
             name, folder = _name_and_folder(text)
-            found[name] = _version(folder)
+            found[name] = _version(folder, _weights(name, folder / _WEIGHTS))
     return found
 
 
@@ -137,10 +138,9 @@ def _name_and_folder(text: str) -> tuple[str, Path]:
     return name, _folder(name, place)
 
 
-def _version(folder: Path) -> int:
-    digest = sha256()
-    for file in (_CONFIG, _WEIGHTS):
-        digest.update((folder / file).read_bytes())
+def _version(folder: Path, weights: bytes) -> int:
+    digest = sha256((folder / _CONFIG).read_bytes())
+    digest.update(weights)
     return int.from_bytes(digest.digest()[:8], "little")
 
 
@@ -160,11 +160,19 @@ def _folder(name: str, place: str) -> Path:
     return folder
 
 
-def _halves(name: str, file: Path) -> dict[str, dict[str, Tensor]]:
+def _weights(name: str, file: Path) -> bytes:
+    """The bytes of a file of weights: read once, so that its digest is that of its tensors."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ModelNotFoundError(f"lora: {name}: cannot read {file}: {reason(error)}") from error
+
+
+def _halves(name: str, file: Path, weights: bytes) -> dict[str, dict[str, Tensor]]:
     """The tensors of an adapter by the path of their layer, then "A" and "B"."""
     try:
-        stored = load_file(file)
-    except (OSError, SafetensorError) as error:
+        stored = load(weights)
+    except SafetensorError as error:
         raise ModelNotFoundError(
             f"lora: {name}: {file} is not a whole safetensors file: {reason(error)}"
         ) from error

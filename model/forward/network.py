@@ -345,7 +345,7 @@ class PagedNetwork:
         try:
             with self.adapters.checking(adapter, _CHECKED_TOKENS):
                 run_probe(self._network, self.device, _CHECKED_TOKENS)
-        except UnsupportedModelError:
+        except Exception:  # a pass may also run out of memory
             self.adapters.remove(adapter.name, in_use)
             raise
 

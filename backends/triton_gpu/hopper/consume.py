@@ -106,7 +106,7 @@ def _soften(
         if FORM.e4m3:
             by = by[:, None]
         logits = logits * by
-        if MASKED:  # what is not seen may be NaN, and four numbers share a reciprocal
+        if MASKED:  # a masked logit may be NaN, and four logits share one reciprocal
             logits = gl.where(visible, logits, 0.0)
         logits = _sigmoid(logits, FORM.alike)
         factor = given.soft_cap * (2 * LOG2E)

@@ -143,7 +143,7 @@ def _choose(
 
 
 def chunk_for(count: int) -> int:
-    """Scores a program: a power of two, at least twice what is chosen of them."""
+    """The number of scores per program: a power of two, at least twice `count`."""
     room = power_of_two(count)
     return max(2 * room, min(MOST_CHUNK, max(LEAST_CHUNK, 8 * room)))
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from model.cli.conversation import Conversation
 from model.control.admission import Admission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
+from model.forward import lora
 from model.forward.lora import Adapters, read_adapter, read_versions
 from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
@@ -165,6 +167,23 @@ def test_a_request_keeps_its_adapter_when_it_is_unloaded(folders, monkeypatch):
     engine.remove_adapter("other")
     with pytest.raises(KeyError):
         engine.step()
+
+
+def test_the_digest_is_that_of_the_weights_that_were_read(folders, monkeypatch, tmp_path):
+    """A trainer may overwrite the folder while it is read."""
+    place, _, _ = folders
+    shutil.copytree(place / "attention", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    network = load_model(str(CHECKPOINT_DIR), CPU).network
+    own = lora._halves
+
+    def overwritten(*given):
+        file.write_bytes((place / "all" / "adapter_model.safetensors").read_bytes())
+        return own(*given)
+
+    monkeypatch.setattr(lora, "_halves", overwritten)
+    adapter = read_adapter(f"sql={tmp_path / 'adapter'}", network)
+    assert adapter.version == read_versions([f"sql={place / 'attention'}"])["sql"]
 
 
 def changed(place, tmp_path, edit=None, **fields):
