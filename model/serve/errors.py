@@ -142,9 +142,9 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
 
     async def of_http(_: Request, error: Exception) -> Response:
         if isinstance(error, RefusedBodyError):
-            why = error.error
-            invalid = isinstance(why, RequestValidationError)
-            return (_invalid(why.errors(), names) if invalid else api_error(why)).response()
+            if isinstance(error.error, RequestValidationError):
+                return await of_validation(_, error.error)
+            return api_error(error.error).response()
         if not isinstance(error, HTTPException):
             raise error
         return ApiError(error.status_code, str(error.detail)).response()

@@ -162,10 +162,11 @@ def agents(elsewhere, request):
 def names(elsewhere):
     """Asserts that an error names a field; which one, other servers may leave out."""
 
-    def check(error, param):
+    def check(error, param, kind="invalid_request_error"):
         assert error["message"]
         if not elsewhere:
             assert (error["param"], error["message"][: len(param)]) == (param, param)
+            assert error["type"] == kind
 
     return check
 

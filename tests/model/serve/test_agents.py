@@ -42,7 +42,8 @@ def test_an_agent_calls_two_tools_and_answers(agents, streams):
     with openai.OpenAI(base_url=f"{agents.url}/v1", api_key="none") as client:
         for choice in (add, "required", "none"):
             asked = {
-                "model": "tiny", "messages": messages, "tools": [STRICT, WEATHER], "max_tokens": 100,
+                "model": "tiny", "messages": messages, "tools": [STRICT, WEATHER],
+                "max_tokens": 100,
                 "tool_choice": choice, "temperature": 0, "parallel_tool_calls": False,
                 "extra_body": guide("It is.") if choice == "none" else {},
             }  # fmt: skip

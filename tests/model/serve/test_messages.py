@@ -183,7 +183,6 @@ def test_what_is_not_done_is_refused_by_name(client, names, wrong, param, stream
     with pytest.raises(anthropic.BadRequestError) as refused:
         ask(client, **wrong, stream=streams)
     body = refused.value.body
-    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     names(body["error"], param)
 
 

@@ -104,7 +104,7 @@ def test_a_demanded_call_follows_the_schema_of_its_tool(client, choice, streams)
         [made] = answer.choices[0].message.tool_calls
         name, arguments, reason = made.function.name, made.function.arguments, "tool_calls"
         assert answer.choices[0].finish_reason == reason
-        assert answer.choices[0].message.content is None
+        assert not answer.choices[0].message.content
     found = json.loads(arguments)
     assert (name, reason, set(found)) == ("add", "tool_calls", {"a", "b"})
     assert all(0 <= value <= 99 for value in found.values())

@@ -1,8 +1,8 @@
 """The client suite against vLLM's server, with kvcore as its cache manager: same tests, by URL.
 
 `python -m tests.model.serve.vllm_suite --vllm PYTHON`, where PYTHON is that of an environment with
-vLLM and kvcore. `--plain` leaves vLLM's own manager. What does not apply is in `vllm_lacks.py`, each
-with its reason. It exits with pytest's code.
+vLLM and kvcore. `--plain` leaves vLLM's own manager. What does not apply is in `vllm_lacks.py`,
+each with its reason. It exits with pytest's code.
 """
 
 import argparse
@@ -23,7 +23,8 @@ SUITE = ("openai_client", "messages", "responses", "tools", "agents", "vllm_fiel
 FLAGS = (
     "--served-model-name", "tiny", "--dtype", "float32", "--block-size", "32", "--max-model-len",
     "2048", "--gpu-memory-utilization", "0.2", "--enforce-eager", "--enable-auto-tool-choice",
-    "--tool-call-parser", "hermes", "--enable-prompt-tokens-details",
+    "--tool-call-parser", "hermes", "--enable-prompt-tokens-details", "--structured-outputs-config",
+    '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )  # fmt: skip
 
 

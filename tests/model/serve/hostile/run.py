@@ -38,10 +38,10 @@ PATIENCE_S = 3  # with an answer that is as large as can be
 HOSTILE_SHARE = 4  # a hostile slice is so many times as long as a polite one
 FLAGS = (
     "--num-blocks", "2000", "--max-num-seqs", "16", "--max-num-batched-tokens", "256",
-    "--max-waiting", "300", "--max-loras", "2", "--grammar-token-s",
-    "0.02", "--grammar-request-s", "0.1", "--allow-image-urls", "--image-url-timeout-s", "1", "--max-images", "4",
-    "--max-image-pixels", "1000000", "--request-timeout-s", "5", "--api-key", KEY, "--api-key",
-    POLITE_KEY, "--served-model-name", "tiny",
+    "--max-waiting", "300", "--max-loras", "2", "--grammar-token-s", "0.02",
+    "--grammar-request-s", "0.1", "--allow-image-urls", "--image-url-timeout-s", "1",
+    "--max-images", "4", "--max-image-pixels", "1000000", "--request-timeout-s", "5",
+    "--api-key", KEY, "--api-key", POLITE_KEY, "--served-model-name", "tiny",
 )  # fmt: skip
 TEMPLATE = (
     "{% for tool in tools or () %}{{ tool | tojson }}{% endfor %}"
@@ -216,14 +216,14 @@ async def attack_with(plan, clients, hostile, polite):
         while time.monotonic() < end_s and (attack := next(requests, None)) is not None:
             await clients.send(attack)
 
-    for requests in itertools.cycle((polite, hostile)):
-        began_s = time.monotonic()
+    sent = -1
+    while sent < clients.kinds.total() or slices[-1][1] is False:
+        requests, began_s = (polite, hostile)[len(slices) % 2], time.monotonic()
         slices.append((began_s, requests is hostile))
         sent = clients.kinds.total()
         end_s = began_s + plan.slice_s * (HOSTILE_SHARE if requests is hostile else 1)
         await asyncio.gather(*[client(requests, end_s) for _ in range(plan.clients)])
-        if requests is hostile and clients.kinds.total() == sent:
-            return slices
+    return slices
 
 
 def rss_bytes(pid):
@@ -380,8 +380,7 @@ def _judge_delays(seen, slices, slack_s, result):
                 result.wrong.append(f"{kind}: no request beside {name}")
                 return
             worst[is_hostile] = own[-1]
-            parts = [f"{values[len(values) // 2] * 1e3:.0f} / {values[int(len(values) * 0.99)] * 1e3:.0f} / "
-                     f"{values[-1] * 1e3:.0f} ms" for values in (own, wall)]  # fmt: skip
+            parts = [_shown(own), _shown(wall)]
             result.lines.append(
                 f"{kind}, {len(own)} beside {name}: median / 99 % / most {parts[0]}; with waiting "
                 f"for a core {parts[1]}"
@@ -392,6 +391,12 @@ def _judge_delays(seen, slices, slack_s, result):
             result.wrong.append(
                 f"{kind}: a request was delayed by {beyond * 1e3:.0f} ms beyond load"
             )
+
+
+def _shown(values):
+    """The median, the 99th percentile and the largest of sorted times."""
+    chosen = values[len(values) // 2], values[int(len(values) * 0.99)], values[-1]
+    return " / ".join(f"{value * 1e3:.0f}" for value in chosen) + " ms"
 
 
 def _judge_memory(memory, result):
