@@ -264,6 +264,10 @@ class Canary:
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
 
+    def close(self):
+        """Listen no more."""
+        self._listener.close()
+
     def was_reached(self):
         """Whether someone has connected."""
         with contextlib.suppress(BlockingIOError):
@@ -302,6 +306,7 @@ def run(plan):
             result.wrong.append(f"the server ended with {server.returncode}")
         if canary.was_reached():
             result.wrong.append("the server has connected to an address at home")
+        canary.close()
     return result
 
 
