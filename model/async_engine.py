@@ -269,7 +269,7 @@ class AsyncEngine:
             NotServingError: no requests are taken now.
         """
         arrived_s = self.host.now_s()
-        count = sum([each.num_samples for each in asked])
+        count = sum([each.params.n for each in asked])
         if count < 1:
             raise InvalidArgumentError("prompt: wanted at least one, got none")
         self._check_serving()
@@ -278,7 +278,7 @@ class AsyncEngine:
             every = await self._encode(asked)
             compiled = await self._compile(asked)
             self._check_serving()
-        params = [each.params for each in asked for _ in range(each.num_samples)]
+        params = [each.params for each in asked for _ in range(each.params.n)]
 
         def open_them(requests: list[Request]) -> TokenStream:
             return self._opened(requests, params, arrived_s)

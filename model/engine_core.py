@@ -297,7 +297,10 @@ class EngineCore:
             prompt: text, or token ids.
             params: None: greedy, with the default length.
         """
-        [request] = self.submit(Submission(prompt, params or SamplingParams()))
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise InvalidArgumentError(f"n: add_request continues a prompt once, got {params.n}")
+        [request] = self.submit(Submission(prompt, params))
         return request
 
     @property
@@ -351,7 +354,7 @@ class EngineCore:
         if params.grammar is not None:
             self.check_grammar(params.grammar)
         requests: list[Request] = []
-        for number in range(asked.num_samples):
+        for number in range(params.n):
             request = Request(
                 self._next_id,
                 tokens,

@@ -100,9 +100,6 @@ class PromptOptions:
 class SampleOptions:
     """What is said of a prompt beside how its tokens are chosen."""
 
-    n: int = setting(
-        1, help="number of outputs for each prompt", least=1, most=1024, is_common=True
-    )
     priority: int = setting(
         0,
         help="scheduling priority; lower numbers run first",

@@ -51,14 +51,14 @@ class PromptSpec:
         where: where it came from, for messages.
         text: the prompt.
         params: how its tokens are chosen.
-        samples: how many times it is continued, and when.
+        beside: when it runs, and what is cached of it.
         images: paths of its images.
     """
 
     where: str
     text: str
     params: SamplingParams
-    samples: SampleOptions
+    beside: SampleOptions
     images: tuple[str, ...] = ()
 
 

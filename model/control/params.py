@@ -39,7 +39,9 @@ class SamplingParams:
         InvalidSettingError: a value that is not allowed.
     """
 
-    n: int = setting(1, help="number of outputs for each prompt", least=1, most=1024, flag="")
+    n: int = setting(
+        1, help="number of outputs for each prompt", least=1, most=1024, is_common=True
+    )
     max_tokens: int = setting(
         64,
         help="largest number of tokens to generate for each prompt",

@@ -187,11 +187,6 @@ class GenerationRequest(Strict):
     store: bool | None = None
 
     @property
-    def num_samples(self) -> int:
-        """How many answers are wanted. O(1)."""
-        return 1 if self.n is None else self.n
-
-    @property
     def grammar_field(self) -> str:
         """The field that says what an answer must be; empty: none does. O(1).
 
@@ -235,7 +230,6 @@ class GenerationRequest(Strict):
         return Submission(
             prompt,
             params,
-            num_samples=self.num_samples,
             priority=self.priority or 0,
             client=self.user,
             namespace=salted(self.cache_salt or "", lora_name),
@@ -290,7 +284,7 @@ class GenerationRequest(Strict):
         for name in self.unknown_fields if is_strict else ():
             raise ApiError(400, f"{name}: unknown field", param=name, code="unknown_field")
         refuse_unsupported(self, self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE)
-        if not 1 <= self.num_samples <= MAX_SAMPLES:
+        if self.n is not None and not 1 <= self.n <= MAX_SAMPLES:
             raise ApiError(400, f"n: wanted 1 to {MAX_SAMPLES}, got {self.n}", param="n")
         if self.stream_options is not None and not self.stream:
             raise ApiError(
@@ -323,6 +317,7 @@ class GenerationRequest(Strict):
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given: dict[str, object] = {
+            "n": self.n,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,

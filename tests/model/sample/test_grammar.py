@@ -109,7 +109,7 @@ def check_parses(asked, sizes, samples):
     requests = []
     for name, how, count in asked:
         params = SamplingParams(max_tokens=count, grammar=CASES[name][0], **how)
-        requests += engine.submit(Submission("xy", params, num_samples=samples))
+        requests += engine.submit(Submission("xy", dataclasses.replace(params, n=samples)))
     run(engine, requests)
     for request in requests:
         name = next(name for name, case in CASES.items() if case[0] == request.params.grammar)
@@ -146,7 +146,7 @@ def test_a_text_ends_with_the_token_after_which_nothing_can_follow(name):
 def test_each_sample_of_a_prompt_and_each_request_follows_its_own_text():
     engine = hashed()
     how = SamplingParams(max_tokens=12, temperature=3.0, seed=1, grammar=Grammar.choice(CHOICES))
-    requests = engine.submit(Submission(PROMPT, how, num_samples=8))
+    requests = engine.submit(Submission(PROMPT, dataclasses.replace(how, n=8)))
     run(engine, requests)
     texts = {bytes(t for t in r.output_tokens if t < 256).decode() for r in requests}
     assert texts <= set(CHOICES)
