@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 import kvcore
+from model.control.bad_words import BadWords
 from model.control.drafts import accepted_tokens
 from model.control.grammar import Grammar
 from model.control.images import PromptImages
@@ -30,7 +32,13 @@ from model.control.scheduler import Scheduler
 from model.control.step import SAMPLE, Flight, SchedulerStats, Step, StepWatch, Unwatched, samplers
 from model.control.submission import Prompt, Submission
 from model.control.tier_transfers import TierTransfers
-from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
+from model.errors import (
+    InvalidArgumentError,
+    InvalidSettingError,
+    ModelError,
+    NumericalError,
+    StalledError,
+)
 from model.load.text import TextStream
 from model.trace import StepRecorder
 
@@ -193,6 +201,7 @@ class EngineCore:
         self._failed: list[Output] = []  # of this step, without a pass
         self._next_id = 0
         self._watch: StepWatch = Unwatched()
+        self._encode_bad_words = lru_cache(maxsize=64)(partial(BadWords.of, model.codec))
 
     @property
     def has_unfinished(self) -> bool:
@@ -351,6 +360,7 @@ class EngineCore:
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted text that is not empty, got ''")
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
+        bad_words = self.bad_words(params)
         if params.grammar is not None:
             self.check_grammar(params.grammar)
         requests: list[Request] = []
@@ -369,6 +379,7 @@ class EngineCore:
                 boundaries=asked.boundaries,
                 items=asked.items,
                 images=asked.images,
+                bad_words=bad_words,
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
@@ -379,6 +390,26 @@ class EngineCore:
             self._next_id += 1
             requests.append(request)
         return requests
+
+    def bad_words(self, params: SamplingParams) -> BadWords | None:
+        """The bad words of a request as tokens; None: there are none; from any thread.
+
+        O(words), O(1) for those of a late request.
+
+        Raises:
+            InvalidSettingError: they have too many tokens, or could bar every token there is.
+        """
+        if not params.bad_words:
+            return None
+        made = self._encode_bad_words(params.bad_words)
+        self._check_tokens("bad_words", [*made.last_tokens])
+        barred = set(made.last_tokens)
+        if params.min_tokens:
+            barred.update(params.stop_token_ids, self._model.eos_token_ids)
+        if len(barred) >= self.vocab_size:
+            wanted = f"fewer of them: the model has {self.vocab_size} tokens, and all may be barred"
+            raise InvalidSettingError("bad_words", wanted, params.bad_words)
+        return made
 
     def compile_grammar(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from model.control.params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from model.serve.errors import ApiError
 
 MAX_PROMPTS = 2048
@@ -27,10 +28,12 @@ Many = Annotated[list[_Item], Field(fail_fast=True)]
 _MOST_ENTRIES = {
     "prompt": MAX_TOKENS, "tokens": MAX_TOKENS, "messages": 16_384, "input": 16_384,
     "content": 16_384, "logit_bias": 4096, "stop": 16, "retain": 16,
+    "bad_words": MAX_BAD_WORDS,
 }  # fmt: skip
 _MOST_OF_OTHERS = 1024
 _MOST_CHARACTERS = {
-    "stop": 1024, "guided_choice": 65_536, "guided_json": 65_536, "guided_regex": 65_536,
+    "stop": 1024, "bad_words": MAX_BAD_WORDS_CHARACTERS, "guided_choice": 65_536,
+    "guided_json": 65_536, "guided_regex": 65_536,
     "guided_grammar": 65_536, "json": 65_536, "regex": 65_536, "choice": 65_536,
     "grammar": 65_536,
 }  # fmt: skip

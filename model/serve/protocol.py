@@ -119,7 +119,7 @@ class StructuredOutputs(Strict):
 
 
 _UNSUPPORTED_ANYWHERE: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": (), "bad_words": ([],), "truncate_prompt_tokens": (), "documents": ([],),
+    "allowed_token_ids": (), "truncate_prompt_tokens": (), "documents": ([],),
     "prompt_embeds": (), "use_beam_search": (False,), "chat_template": (),
     "include_stop_str_in_output": (False,), "lora_request": (),
 }  # fmt: skip
@@ -157,6 +157,7 @@ class GenerationRequest(Strict):
     seed: int | None = None
     stop: Text | Many[Text] | None = None
     stop_token_ids: Many[int] | None = None
+    bad_words: Many[Text] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
@@ -325,6 +326,7 @@ class GenerationRequest(Strict):
             "seed": self.seed,
             "stop": tuple(stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "bad_words": None if self.bad_words is None else tuple(self.bad_words),
             "max_tokens": max_tokens,
             "min_tokens": self.min_tokens,
             "presence_penalty": self.presence_penalty,
