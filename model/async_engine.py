@@ -588,6 +588,7 @@ class AsyncEngine:
                 if self._announce is not None:
                     self._announcer = self._announce(engine, self._wake)
                 engine.woken_by(self._wake)
+                engine.prepare_grammars()
                 self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:

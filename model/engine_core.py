@@ -411,6 +411,10 @@ class EngineCore:
             raise InvalidSettingError("bad_words", wanted, params.bad_words)
         return made
 
+    def prepare_grammars(self) -> None:
+        """Do now what the first grammar would have every request wait for. O(tokens)."""
+        self._grammars.prepare()
+
     def compile_grammar(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).
 

@@ -38,6 +38,9 @@ _MOST_CHARACTERS = {
     "grammar": 65_536,
 }  # fmt: skip
 """Of a text, or of all texts of a list."""
+_MOST_VALUES = 32_768
+_NESTED = ("schema", "json", "guided_json", "tools")
+"""Objects of objects, which are written as JSON again: as many values in all of them together."""
 
 
 def check_sizes(given: Mapping[str, object]) -> None:
@@ -53,6 +56,8 @@ def check_sizes(given: Mapping[str, object]) -> None:
             texts = value if isinstance(value, list) else [value]
             length = sum(len(text) for text in texts if isinstance(text, str))
             _check(name, length, _MOST_CHARACTERS[name], "characters")
+        if name in _NESTED and isinstance(value, list | dict):
+            _check_values(name, value)
     messages = given.get("messages")
     if isinstance(messages, list):
         parts = [message.get("content") for message in messages if isinstance(message, dict)]
@@ -129,6 +134,20 @@ def _checked_text(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_checked_text)]
 """A text that can be cut into tokens."""
+
+
+def _check_values(name: str, value: object) -> None:
+    """Count the values inside of a value, as far as they are allowed."""
+    count, left = 0, [value]
+    while left:
+        each = left.pop()
+        inside = each.values() if isinstance(each, dict) else each
+        if isinstance(inside, Collection):
+            count += len(inside)
+            if count > _MOST_VALUES:
+                wanted = f"wanted at most {_MOST_VALUES} values in all of its lists and objects"
+                raise ApiError(400, f"{name}: {wanted}, got more", param=name)
+            left += [one for one in inside if isinstance(one, list | dict)]
 
 
 def _check(name: str, count: int, most: int, what: str) -> None:
