@@ -45,7 +45,6 @@ _HAND_OVER_S = 0.002
 """The longest that the engine waits for the loop to take what cannot wait."""
 
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
-_MANY_WORDS = 8  # bad words, likewise
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 _log = logging.getLogger(__name__)
@@ -370,7 +369,7 @@ class AsyncEngine:
 
         def encoded(one: Submission) -> Submission:
             prompt, params = one.prompt, one.params
-            self.engine.bad_words(params)  # the engine remembers them
+            self.engine.bad_words.of(params)  # which remembers them
             return dataclasses.replace(
                 one,
                 prompt=encode(prompt) if isinstance(prompt, str) else prompt,
@@ -378,8 +377,7 @@ class AsyncEngine:
             )
 
         texts = [one.prompt for one in asked if isinstance(one.prompt, str)]
-        num_words = max((len(one.params.bad_words) for one in asked), default=0)
-        if sum(map(len, texts)) <= _LONG_TEXT and num_words <= _MANY_WORDS:
+        if sum(map(len, texts)) + sum(map(len, asked[0].params.bad_words)) <= _LONG_TEXT:
             return list(map(encoded, asked))
         return await asyncio.to_thread(lambda: list(map(encoded, asked)))
 
@@ -588,7 +586,6 @@ class AsyncEngine:
                 if self._announce is not None:
                     self._announcer = self._announce(engine, self._wake)
                 engine.woken_by(self._wake)
-                engine.prepare_grammars()
                 self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:

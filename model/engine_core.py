@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import kvcore
-from model.control.bad_words import BadWords
+from model.control.bad_words import BadWordReader
 from model.control.drafts import accepted_tokens
 from model.control.grammar import Grammar
 from model.control.images import PromptImages
@@ -32,13 +32,7 @@ from model.control.scheduler import Scheduler
 from model.control.step import SAMPLE, Flight, SchedulerStats, Step, StepWatch, Unwatched, samplers
 from model.control.submission import Prompt, Submission
 from model.control.tier_transfers import TierTransfers
-from model.errors import (
-    InvalidArgumentError,
-    InvalidSettingError,
-    ModelError,
-    NumericalError,
-    StalledError,
-)
+from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
 from model.load.text import TextStream
 from model.trace import StepRecorder
 
@@ -176,6 +170,7 @@ class EngineCore:
         kv: as above.
         tiers: as above.
         vocab_size: as above.
+        bad_words: makes those of requests into tokens.
     """
 
     def __init__(
@@ -201,7 +196,8 @@ class EngineCore:
         self._failed: list[Output] = []  # of this step, without a pass
         self._next_id = 0
         self._watch: StepWatch = Unwatched()
-        self._encode_bad_words = lru_cache(maxsize=64)(partial(BadWords.of, model.codec))
+        encode = partial(model.codec.encode, adds_special_tokens=False)
+        self.bad_words = BadWordReader(encode, vocab_size, model.eos_token_ids)
 
     @property
     def has_unfinished(self) -> bool:
@@ -360,10 +356,9 @@ class EngineCore:
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted text that is not empty, got ''")
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
-        bad_words = self.bad_words(params)
         if params.grammar is not None:
             self.check_grammar(params.grammar)
-        requests: list[Request] = []
+        requests, bad_words = [], self.bad_words.of(params)
         for number in range(params.n):
             request = Request(
                 self._next_id,
@@ -390,26 +385,6 @@ class EngineCore:
             self._next_id += 1
             requests.append(request)
         return requests
-
-    def bad_words(self, params: SamplingParams) -> BadWords | None:
-        """The bad words of a request as tokens; None: there are none; from any thread.
-
-        O(words), O(1) for those of a late request.
-
-        Raises:
-            InvalidSettingError: they have too many tokens, or could bar every token there is.
-        """
-        if not params.bad_words:
-            return None
-        made = self._encode_bad_words(params.bad_words)
-        self._check_tokens("bad_words", [*made.last_tokens])
-        barred = set(made.last_tokens)
-        if params.min_tokens:
-            barred.update(params.stop_token_ids, self._model.eos_token_ids)
-        if len(barred) >= self.vocab_size:
-            wanted = f"fewer of them: the model has {self.vocab_size} tokens, and all may be barred"
-            raise InvalidSettingError("bad_words", wanted, params.bad_words)
-        return made
 
     def prepare_grammars(self) -> None:
         """Do now what the first grammar would have every request wait for. O(tokens)."""

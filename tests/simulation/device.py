@@ -94,9 +94,6 @@ class NoGrammars:
 
     texts = ()
 
-    def prepare(self):
-        """There is nothing to prepare."""
-
     def take_overrun(self):
         """Requests that have used up their time."""
         return []

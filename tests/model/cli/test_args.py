@@ -50,8 +50,8 @@ def test_every_flag_arrives():
     assert options.output == OutputOptions(stream=True)
     first, second = read_prompts(options, None)
     assert (first.text, second.text) == ("a", "b")
-    assert (first.params.n, second.params.n) == (11, 11)
     assert first.params == SamplingParams(
+        n=11,
         max_tokens=3,
         temperature=0.5,
         top_k=4,
@@ -195,7 +195,7 @@ def test_a_prompt_that_says_nothing_is_one_error(argv, message):
     [
         ('{"prompt": "a"', r"jsonl line 2: not JSON: .* at column 15"),
         ('["a"]', "line 2: wanted an object with a prompt, got list"),
-        ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, cache_salt, "),
+        ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, bad_words, "),
         ('{"max_tokens": 3}', "line 2: wanted a prompt that is not empty, got None"),
         ('{"prompt": 3}', "line 2: wanted a prompt that is not empty, got 3"),
         ('{"prompt": "a", "top_p": "x"}', "line 2: top_p has no effect"),

@@ -1,6 +1,7 @@
 """Bad words are not generated, and nothing else changes: against a search of the whole output."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model import InvalidArgumentError, SamplingParams, Submission
-from model.control.bad_words import BadWords
+from model.control.bad_words import BadWordReader, BadWords
 from model.control.grammar import Grammar
 from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
@@ -134,7 +135,9 @@ def test_the_check_sees_planted_bugs(bug, monkeypatch):
 def test_both_forms_of_a_word_are_kept_out_with_a_real_tokenizer():
     codec = load_model(str(CHECKPOINT_DIR), torch.device("cpu")).codec
     for word in ("tuple", " list", "the value"):
-        barred = BadWords.of(codec, [word])
+        barred = BadWordReader(
+            partial(codec.encode, adds_special_tokens=False), 2048, frozenset()
+        ).of(SamplingParams(bad_words=[word]))
         forms = [codec.encode(lead + word.strip(), adds_special_tokens=False) for lead in ("", " ")]
         for *before, last in forms:
             assert last in {*barred.always, *barred.after([3, *before])}
