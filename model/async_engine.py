@@ -365,14 +365,13 @@ class AsyncEngine:
 
     async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
         """The same in tokens, and without stop strings: those are found on this side."""
-        encode = self.engine.model.codec.encode
 
         def encoded(one: Submission) -> Submission:
-            prompt, params = one.prompt, one.params
-            self.engine.bad_words.of(params)  # which remembers them
+            engine, prompt, params = self.engine, one.prompt, one.params
+            engine.bad_words.of(params)  # which remembers them
             return dataclasses.replace(
                 one,
-                prompt=encode(prompt) if isinstance(prompt, str) else prompt,
+                prompt=engine.model.codec.encode(prompt) if isinstance(prompt, str) else prompt,
                 params=dataclasses.replace(params, stop=()) if params.stop else params,
             )
 

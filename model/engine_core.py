@@ -358,7 +358,8 @@ class EngineCore:
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
             self.check_grammar(params.grammar)
-        requests, bad_words = [], self.bad_words.of(params)
+        requests: list[Request] = []
+        bad_words = self.bad_words.of(params)
         for number in range(params.n):
             request = Request(
                 self._next_id,

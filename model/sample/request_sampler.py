@@ -362,12 +362,12 @@ class _Changes:
             at, tokens, values = zip(*pairs, strict=True)
             added = column(values, device, torch.float32).squeeze(-1)
             self._bias = (index_of(at, device), index_of(tokens, device), added)
-        pairs = [
+        always = [
             (place, token)
             for place, request in enumerate(requests)
             for token in (request.bad_words.always if request.bad_words else ())
         ]
-        self._barred = _places_of(pairs, device)
+        self._barred = _places_of(always, device)
         self._worded = [
             (place, request, request.bad_words)
             for place, request in enumerate(requests)

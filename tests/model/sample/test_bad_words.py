@@ -134,12 +134,11 @@ def test_the_check_sees_planted_bugs(bug, monkeypatch):
 
 def test_both_forms_of_a_word_are_kept_out_with_a_real_tokenizer():
     codec = load_model(str(CHECKPOINT_DIR), torch.device("cpu")).codec
+    encode = partial(codec.encode, adds_special_tokens=False)
+    reader = BadWordReader(encode, 2048, frozenset({0}))
     for word in ("tuple", " list", "the value"):
-        barred = BadWordReader(
-            partial(codec.encode, adds_special_tokens=False), 2048, frozenset()
-        ).of(SamplingParams(bad_words=[word]))
-        forms = [codec.encode(lead + word.strip(), adds_special_tokens=False) for lead in ("", " ")]
-        for *before, last in forms:
+        barred = reader.of(SamplingParams(bad_words=[word]))
+        for *before, last in (encode(lead + word.strip()) for lead in ("", " ")):
             assert last in {*barred.always, *barred.after([3, *before])}
             assert last in {*barred.always, *barred.after([3, *before[:-1]], *before[-1:])}
 

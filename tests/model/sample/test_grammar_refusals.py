@@ -200,7 +200,6 @@ def test_what_the_first_grammar_would_wait_for_is_done_before_and_once(monkeypat
     assert made == [1]
     engine.check_grammar(Grammar.choice(["ab"]))
     assert made == [1]
-    dataclasses.replace(engine.model, eos_token_ids=frozenset())
     endless = Engine(
         dataclasses.replace(network(), eos_token_ids=frozenset()), ReferenceBackend(),
         EngineConfig(**SIZES),
