@@ -38,9 +38,9 @@ def until(is_true):
         threading.Event().wait(0.002)
 
 
-def asking(address, *, secret=SECRET, weights="9f3c", further=()):
+def asking(address, *, secret=SECRET, weights="9f3c", further=(), memory=None):
     """A manager with a peer, and the peer."""
-    tier = tiers.PeerTier(address, secret=secret)
+    tier = tiers.PeerTier(address, secret=secret, memory=memory)
     return *begin([*further, tier], weights), tier
 
 
@@ -78,7 +78,7 @@ def test_a_prompt_that_another_process_has_computed_is_loaded():
 
 
 def test_a_peer_that_is_killed_in_the_middle_of_an_answer_costs_nothing_but_the_load():
-    with another_process("127.0.0.1:0", 3) as (dying, address):
+    with another_process("127.0.0.1:0", "--die", 3) as (dying, address):
         kv, memory, made, tier = asking(address)
         until(lambda: tier.stats.num_records == WHOLE)
         seq = load(kv, made)
