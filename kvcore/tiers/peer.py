@@ -25,6 +25,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Final, final
 
@@ -71,6 +72,8 @@ _RETRIES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _MAX_KEYS: Final = 1 << 20  # that are known of one peer: 130 MB
 _MAX_FAILURES: Final = 3
 _MAX_PAUSE_S: Final = 300.0
+_MAX_RESETS: Final = 8  # in the time below: each ends all loads that run here
+_RESETS_S: Final = 60.0
 _log = logging.getLogger(__name__)
 
 Connect = Callable[[float], Channel]
@@ -135,6 +138,7 @@ class PeerTier:
         self._session = self._number = 0  # of the connection for copies
         self._num_failures = self._num_losses = 0
         self._said: Fault | None = None
+        self._resets: deque[float] = deque(maxlen=_MAX_RESETS + 1)  # times of the last ones
         self._lock = threading.Lock()  # held while what is known changes
         self._asking = threading.Lock()  # one question at a time
         self._closed = threading.Event()
@@ -239,11 +243,15 @@ class PeerTier:
             if self.hear():
                 failures = 0
             else:
-                pause_s = _RETRIES_S[min(failures, len(_RETRIES_S) - 1)]
-                if self._num_losses:  # it says what it has, and does not serve it
-                    pause_s = max(pause_s, min(2.0**self._num_losses, _MAX_PAUSE_S))
-                self._closed.wait(pause_s)
+                self._closed.wait(self._pause_s(failures))
                 failures += 1
+
+    def _pause_s(self, failures: int) -> float:
+        """How long to leave the peer alone after so many failures in a row to hear of it."""
+        pause_s = _RETRIES_S[min(failures, len(_RETRIES_S) - 1)]
+        if self._num_losses:  # it says what it has, and does not serve it, or forgets it
+            pause_s = max(pause_s, min(2.0**self._num_losses, _MAX_PAUSE_S))
+        return pause_s
 
     def _begin(self, news: Channel, process: bytes) -> None:
         """A connection for news is there, of the process that was known or of another one."""
@@ -270,6 +278,21 @@ class PeerTier:
             self._known.update([key for key in wanted if not is_private(key)])
             self._known.difference_update(went)
             self.stats.num_records = len(self._known)
+        if is_new:
+            self._note_reset()
+
+    def _note_reset(self) -> None:
+        """The peer has forgotten all; if it does so too often, it is left alone for a while.
+
+        Raises:
+            LinkError: it does.
+        """
+        now_s = time.monotonic()
+        self._resets.append(now_s)
+        is_often = len(self._resets) > _MAX_RESETS
+        if is_often and now_s - self._resets[-1 - _MAX_RESETS] < _RESETS_S:
+            self._num_losses += 1
+            raise LinkError("stale")
 
     def _replace(self, known: set[Key]) -> None:
         self._known = known

@@ -8,6 +8,7 @@ shared for that: one copy stands there, from the answer until the peer has read 
 
 Invariants: an answer is sent only if no tier was cleared while it was read; a peer that sends
 anything else than the link wants loses its connection, and so does one that does not read.
+Connections are bounded: one that has shown nothing yet gives way, the oldest first.
 
 Does not know: the pool, blocks; what is there changes on other threads at any time.
 """
@@ -116,7 +117,7 @@ class PeerServer:
         self.process = os.urandom(PROCESS_BYTES)
         self.tiers = manager.keeping
         self._lock = threading.Lock()
-        self._channels: set[TcpChannel] = set()
+        self._channels: dict[Channel, bool] = {}  # in order; whether it has shown the secret
         self._listener: socket.socket | None = None
         self._link = memory
         self._memory: SharedMemory | None = None
@@ -196,17 +197,34 @@ class PeerServer:
                 return  # closed
             channel = TcpChannel(connection)
             with self._lock:
-                is_welcome = self._listener is not None
-                is_welcome = is_welcome and len(self._channels) < _MAX_CONNECTIONS
+                gone = self._make_way()
+                is_welcome = self._listener is not None and len(self._channels) < _MAX_CONNECTIONS
                 if is_welcome:
-                    self._channels.add(channel)
+                    self._channels[channel] = False
                     self.stats.num_connections = len(self._channels)
+            if gone is not None:
+                gone.close()
             if is_welcome:
                 threading.Thread(
                     target=self._serve, args=(channel,), name="kv peer", daemon=True
                 ).start()
             else:
                 channel.close()
+
+    def _make_way(self) -> Channel | None:
+        """Where all connections are taken, return one that is to end, if there is one."""
+        if len(self._channels) < _MAX_CONNECTIONS:
+            return None
+        silent = next((one for one, has_shown in self._channels.items() if not has_shown), None)
+        if silent is not None:
+            del self._channels[silent]
+        return silent
+
+    def has_shown(self, channel: Channel) -> None:
+        """A connection has shown the secret: it gives way to no other one. O(1)."""
+        with self._lock:
+            if channel in self._channels:
+                self._channels[channel] = True
 
     def _serve(self, channel: TcpChannel) -> None:
         """Answer one connection until it ends."""
@@ -219,7 +237,7 @@ class PeerServer:
             session.close()
             channel.close()
             with self._lock:
-                self._channels.discard(channel)
+                self._channels.pop(channel, None)
                 self.stats.num_connections = len(self._channels)
 
 
@@ -254,7 +272,10 @@ class PeerSession:
         """
         deadline_s = time.monotonic() + _HANDSHAKE_S
         channel.send([self.welcome], deadline_s)
-        channel.send([self.agree(channel.receive(HELLO.size, deadline_s))], deadline_s)
+        answer = self.agree(channel.receive(HELLO.size, deadline_s))
+        if self.purpose:
+            self._server.has_shown(channel)
+        channel.send([answer], deadline_s)
         while self.purpose == TO_HEAR:
             channel.send([self.news()], time.monotonic() + _SEND_S)
             if not self._waiting:

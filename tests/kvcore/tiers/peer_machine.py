@@ -111,6 +111,7 @@ class PeerMachine(TierMachine):
 
     @rule()
     def hear(self):
+        self.peer.tier._resets.clear()  # here they all come at once
         before = self.peer.tier._news
         self.peer.hear()
         if self.peer.tier._news is not before:
