@@ -4,8 +4,9 @@ E. Hu et al., "LoRA" (2021), as PEFT stores it. An adapter has a slot, and a lin
 with the first halves of all slots and one with the second halves. A step multiplies all its rows by
 both, and between the two clears what belongs to other slots (as L. Chen et al., "Punica", 2023, one
 step serves many adapters; the sizes depend on no request, so a CUDA graph can be captured). This
-computes all slots for each row: worth it while slots * rank is small beside a layer's width. A step
-without an adapter is computed as if there were none.
+computes all slots for each row. On a CPU, with a width of 1024, that takes as long as a product for
+each adapter's rows up to slots * rank = 128, an eighth of the width, and up to 1.6 times as long at
+512. A step without an adapter is computed as if there were none.
 
 Decides: what an adapter's folder must hold to be applied exactly; which slot it gets.
 
