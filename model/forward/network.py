@@ -230,7 +230,7 @@ class PagedNetwork:
             raise UnsupportedModelError("compile: wanted a network that was traced first")
         try:
             if self.adapters is not None:  # first: see `piecewise.py`
-                self._compile(step.adapted(), few, self.adapters.downs)
+                self._compile(step.adapted(), few, self.adapters)
             logits = self._compile(step, few)
         except Exception as error:  # a compiler may raise any error
             self._traced = before
@@ -241,17 +241,18 @@ class PagedNetwork:
         return logits
 
     def _compile(
-        self, step: StepTensors, few: StepTensors, behind: Sequence[Tensor] = ()
+        self, step: StepTensors, few: StepTensors, adapters: Adapters | None = None
     ) -> Tensor:
-        """Compile what steps like `step` run in; its logits. With adapters few tokens run as many.
+        """Compile what steps like `step` run in; its logits.
 
         Args:
             step: see `compile`.
-            few: see `compile`.
-            behind: see `compile_piecewise`.
+            few: see `compile`; with adapters such steps run like all others.
+            adapters: that the step has.
         """
-        adapted = step.adapter_slots is not None
+        adapted = adapters is not None
         kernels = None if adapted else kernels_for(self.device, self._network.dtype)
+        behind = () if adapters is None else adapters.downs
         pieces = compile_piecewise(self._traced[adapted], kernels=kernels, behind=behind)
         self._traced = {**self._traced, adapted: pieces}
         with warnings.catch_warnings(action="ignore"):  # of the compiler
