@@ -352,6 +352,11 @@ class Adapters:
         """The first halves of all layers. O(layers)."""
         return [halves.down for halves in self._halves.values()]
 
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version of each adapter, by its name. O(adapters)."""
+        return dict(self._by_name)
+
     def add(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
         """Let requests ask for an adapter; its weights are copied. O(all layers).
 
