@@ -6,6 +6,7 @@ is cut down by leaving out rules while the same property breaks, and told as a p
 """
 
 from collections import Counter
+from copy import deepcopy
 from random import Random
 
 from hypothesis.strategies._internal.lazy import unwrap_strategies
@@ -58,13 +59,14 @@ def broken_by(machine, program, seen=None):
     life = machine()
     try:
         for name, arguments in program:
-            getattr(life, name)(**arguments)
+            getattr(life, name)(**deepcopy(arguments))  # a machine takes faults out of lists
             for one in life.invariants:
                 one.function(life)
         if seen is not None:
             for tier in life.tiers.tiers:
                 seen.update(tier.stats.faults)
                 seen["copies loaded"] += tier.stats.num_hits
+                seen["copies read"] += getattr(tier, "num_read", 0)
         life.teardown()
     except BrokenError as error:
         return str(error).partition(":")[0]
