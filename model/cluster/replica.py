@@ -66,6 +66,7 @@ class Replica:
         try:
             start = import_module("model.cli.start")
             engine: EngineCore = start.make_engine(options.model, options.engine, print)
+            engine.prepare_grammars()
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(

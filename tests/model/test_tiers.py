@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_many_at_once_with_chunks_samples_and_preemptions_give_the_same(is_async
         assert [g.request.output_tokens for g in got] == [o.request.output_tokens for o in large]
     assert small.stats.num_preemptions > 0
     assert small.tiers.stats.num_loads > 0
-    samples = small.submit(Submission(prompts[0], GREEDY, num_samples=3))
+    samples = small.submit(Submission(prompts[0], replace(GREEDY, n=3)))
     while small.has_unfinished:
         small.step()
     assert len({tuple(request.output_tokens) for request in samples}) == 1
