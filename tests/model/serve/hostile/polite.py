@@ -1,9 +1,9 @@
 """A polite client beside others, which measures what its own requests wait.
 
 It asks for health, and for eight tokens in a stream, again and again, and writes a line of JSON for
-each request: when it began, how long it took, how long the server's threads and this process were
-ready meanwhile and had no core, and how long the server's event loop and engine worked. It ends
-when its input ends.
+each request: when it began, how long it took, how long the server's event loop, its engine and this
+process were ready meanwhile and had no core, and how long the first two worked. It ends when its
+input ends.
 """
 
 import contextlib
@@ -65,7 +65,8 @@ def main(port, pid):
             answer = asked(port, request)
             took_s = time.monotonic() - began_s
             server, own = map(between, before, [times_s(one) for one in (pid, "self")])
-            waited_s = sum(waited for _, waited in (*server.values(), *own.values()))
+            working = (server[pid], server[engine], *own.values())
+            waited_s = sum(waited for _, waited in working)
             is_right = b" 200 " in answer[:20] and (kind == "health" or b"[DONE]" in answer)
             told = {"kind": kind, "began_s": began_s, "took_s": took_s, "waited_s": waited_s,
                     "worked_s": server[pid][0] + server[engine][0],

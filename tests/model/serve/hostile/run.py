@@ -6,8 +6,8 @@ its log; a request of the polite client that fails, or is delayed by more than 5
 memory beyond a bound; a block, seat, stream, task, thread or socket that is left at the end.
 
 What others do to the machine is no delay of the server: from the time of each request the seconds
-are taken off that threads of the server, or the polite client, were ready and had no core, but no
-more than leaves what its event loop and its engine have worked meanwhile.
+are taken off that its event loop, its engine or the polite client were ready and had no core, but
+no more than leaves what the first two have worked meanwhile.
 """
 
 import asyncio

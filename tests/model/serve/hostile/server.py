@@ -119,8 +119,8 @@ def _burns():
 
 
 def _keeps():
-    if len(KEPT) < 20:
-        KEPT.append(b"x" * (64 << 20))
+    if len(KEPT) < 5:
+        KEPT.append(b"x" * (300 << 20))
 
 
 KEPT = []
