@@ -331,6 +331,8 @@ def _attacked(plan, port, pid, hostile, polite, result):
     began_s = time.monotonic()
     with tempfile.TemporaryFile("w+") as told:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=told) as beside:
+            while not os.fstat(told.fileno()).st_size:  # it has to begin before the first slice
+                time.sleep(0.05)
             slices = asyncio.run(attacked())
             beside.stdin.close()
         told.seek(0)

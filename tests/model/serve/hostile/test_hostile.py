@@ -25,5 +25,5 @@ def test_a_few_hostile_requests_of_every_kind_do_no_harm():
     ],
 )
 def test_a_planted_bug_is_found(plant, kind, found):
-    result = run(Plan(requests=40, seed=1, clients=8, slice_s=1.0, kind=kind, plant=plant))
+    result = run(Plan(requests=120, seed=1, clients=8, slice_s=1.0, kind=kind, plant=plant))
     assert any(found in wrong for wrong in result.wrong), str(result)
