@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
-from model.compile.traced_network import Mixing, TracedNetwork
+from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
 
 
@@ -284,10 +284,7 @@ class _Cutter:
     def finished(self) -> fx.GraphModule:
         """The graph of all pieces."""
         module = fx.GraphModule(self._root, self._graph)
-        for node in self._graph.nodes:
-            if node.op == "get_attr":  # found faster than by nn.Module.__getattr__
-                module.__dict__[node.target] = getattr(module, node.target)
-        return module
+        return with_near_attributes(module)
 
     def _is_number(self, node: fx.Node) -> bool:
         return all(one in self._numbers for one in node.all_input_nodes)
