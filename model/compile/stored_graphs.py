@@ -59,14 +59,14 @@ class GraphStore:
     def read(self) -> fx.GraphModule | None:
         """The stored graph, on the network's tensors; None: there is none that fits. O(nodes)."""
         try:
-            return self._decoded(json.loads(_read(self._path)))
+            return self._decoded(json.loads(read_file(self._path)))
         except Exception:  # noqa: BLE001  # a file may hold anything
             return None
 
     def write(self, module: fx.GraphModule) -> None:
         """Store a graph, if all of it can be written and the folder too. O(nodes)."""
         with suppress(OSError, ValueError):
-            _write(self._path, json.dumps(self._encoded(module)).encode())
+            write_file(self._path, json.dumps(self._encoded(module)).encode())
 
     def _encoded(self, module: fx.GraphModule) -> dict[str, Any]:
         named = {function: name for name, function in self._functions.items()}
@@ -234,8 +234,13 @@ def _operator(name: str) -> object:
     return getattr(getattr(getattr(torch.ops, space), packet), overload)
 
 
-def _read(path: Path) -> bytes:
-    """What `_write` has written. Raises for anything else."""
+def read_file(path: Path) -> bytes:
+    """What `write_file` has written there. O(its bytes).
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is another user's, or others may write it, or it is not whole.
+    """
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
         content = file.read()
@@ -246,8 +251,14 @@ def _read(path: Path) -> bytes:
     return zlib.decompress(body)
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file with a checksum, for its owner alone; at no time is there half of one."""
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file with a checksum, for its owner alone; at no time is there half of one.
+
+    O(its bytes).
+
+    Raises:
+        OSError: it cannot be written.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     body = zlib.compress(content, 1)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import triton
@@ -44,6 +45,7 @@ class Made:
     registers: int
     stack: int
     shared: int
+    ptx: str
 
     def count(self, *names):
         """Instructions whose name starts with these parts."""
@@ -86,7 +88,8 @@ def make(
         )
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code)
     found = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
-    made = Made(tuple(names), found["REG"], found["STACK"], compiled.metadata.shared)
+    shared, ptx = compiled.metadata.shared, compiled.asm["ptx"]
+    made = Made(tuple(names), found["REG"], found["STACK"], shared, ptx)
     if "--verbose" in sys.argv:
         copies = sorted({n for n in names if n.startswith(("LDGSTS", "LDG", "STG"))})
         sys.stdout.write(
@@ -277,6 +280,23 @@ def check_wide_latents():
         assert made.count("UTMALDG") == 9 * (1 + 4)
         assert made.count("STG", "E", "128") == 2 * 16
         bound(made, registers=168, shared=227 << 10, spills=80)
+        assert unordered_arrivals(made.ptx) == 0
+        assert unordered_arrivals(re.sub(r"bar\.sync\s+[02], 128;", "", made.ptx)) >= 9
+
+
+def unordered_arrivals(ptx):
+    """Arrivals, by one thread of a group of warps, that no barrier of its group comes before.
+
+    Such a thread speaks for its group: what the others have read or written must be behind them.
+    """
+    own = (
+        r"(?:st|ld)\.shared|stmatrix|wgmma|fence\.proxy|mbarrier\.(?:arrive\.expect_tx|arrive|try)"
+    )
+    found = re.findall(rf"bar\.(?:warp\.)?sync|{own}", ptx)
+    pairs = zip(found, found[1:], strict=False)
+    return sum(
+        after == "mbarrier.arrive" and not before.startswith("bar.") for before, after in pairs
+    )
 
 
 def check_sparse(capability):

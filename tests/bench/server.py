@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from model.tiny import CHECKPOINT_DIR
@@ -80,16 +80,18 @@ def rows(options):
 
 
 @contextmanager
-def serving(flags):
-    """Run a server until the end; its address, once it is ready."""
+def serving(flags, environment=None, stderr=None, how=("-m", "model.serve")):
+    """Run a server until the end; its address, once it is ready. Its errors go to `stderr`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "model.serve", "--port", str(port), *flags]
+    command = [sys.executable, *how, "--port", str(port), *flags]
     with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors) as process,
+        tempfile.TemporaryFile() if stderr is None else nullcontext(stderr) as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, env=environment
+        ) as process,
     ):
         try:
             while not _is_ready(url):

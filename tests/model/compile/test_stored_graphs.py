@@ -151,15 +151,15 @@ def _of_another(path):
     network = switched(build("llama", 3))
     trace_network(network, CPU, is_stored=True)
     other = path.with_name(digest(network))
-    stored_graphs._write(path, stored_graphs._read(other))
+    stored_graphs.write_file(path, stored_graphs.read_file(other))
     other.unlink()
 
 
 def _altered(path):
     """A whole file whose operations are others."""
-    content = stored_graphs._read(path)
+    content = stored_graphs.read_file(path)
     assert b'"torch:rsqrt"' in content
-    stored_graphs._write(path, content.replace(b'"torch:rsqrt"', b'"torch:sin"'))
+    stored_graphs.write_file(path, content.replace(b'"torch:rsqrt"', b'"torch:sin"'))
 
 
 @pytest.mark.parametrize("damage", [_flip, _cut, _empty, _open_to_all, _of_another, _altered])
