@@ -157,7 +157,7 @@ def check_decode(case, capability):
     features = (case.features,) * 3
     scales = (1, 0) if case.e4m3 else (-1, -1)
     layer = Layer(
-        head_dim, head_dim, strides, strides, case.block_size, 8 * group, group, head_dim, 0,
+        16, head_dim, strides, strides, case.block_size, 8 * group, group, head_dim, 0,
         math.gcd(16, *strides), *features, case.e4m3, capability >= 89, *scales,
     )  # fmt: skip
     cut = Cut(16 * warps, case.vector, case.alike, case.features, case.shared)
@@ -225,7 +225,7 @@ def check_latents(case, capability):
     """Both portable kernels, and on Hopper the one for few rows, whose products are wgmma."""
     strides, scale = (576 * case.block_size, 576, 0), 0 if case.e4m3 else -1
     layer = Layer(
-        576, 512, strides, strides, case.block_size, case.heads, case.heads, 512, 64, 16,
+        16, 512, strides, strides, case.block_size, case.heads, case.heads, 512, 64, 16,
         *(case.features,) * 3, case.e4m3, capability >= 89, scale, scale,
     )  # fmt: skip
     chained = capability >= 90
@@ -264,7 +264,7 @@ def check_wide_latents():
     """The kernels for many rows: their tiles, and parts that are cut."""
     strides = (576 * 16, 576, 0)
     layer = Layer(
-        576, 512, strides, strides, 16, 16, 16, 512, 64, 16, *(False,) * 4, True, -1, -1
+        16, 512, strides, strides, 16, 16, 16, 512, 64, 16, *(False,) * 4, True, -1, -1
     )  # fmt: skip
     for kernel, cut in ((wide.attend_tile, None), (wide.attend_part, Cut(64, 64, False, False))):
         form = wide.Form(layer, 16, 16, 16 * 512, cut, chained=cut is not None)
@@ -289,13 +289,11 @@ def unordered_arrivals(ptx):
 
     Such a thread speaks for its group: what the others have read or written must be behind them.
     """
-    own = (
-        r"(?:st|ld)\.shared|stmatrix|wgmma|fence\.proxy|mbarrier\.(?:arrive\.expect_tx|arrive|try)"
-    )
-    found = re.findall(rf"bar\.(?:warp\.)?sync|{own}", ptx)
-    pairs = zip(found, found[1:], strict=False)
+    barrier = r"bar\.(?:warp\.)?sync|mbarrier\.(?:arrive\.expect_tx|arrive|try)"
+    found = re.findall(rf"{barrier}|(?:st|ld)\.shared|stmatrix|wgmma|fence\.proxy", ptx)
     return sum(
-        after == "mbarrier.arrive" and not before.startswith("bar.") for before, after in pairs
+        after == "mbarrier.arrive" and not before.startswith("bar.")
+        for before, after in pairwise(found)
     )
 
 
