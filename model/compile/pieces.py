@@ -119,7 +119,8 @@ def _digest(
     device = inputs[0].device
     capability: object = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
-        capability = torch.cuda.get_device_properties(device)
+        gpu = torch.cuda.get_device_properties(device)
+        capability = (gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count)
     looks = []
     for tensor, dims in zip(inputs, sized, strict=True):
         shape, stride = [*tensor.shape], [*tensor.stride()]
