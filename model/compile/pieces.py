@@ -13,6 +13,7 @@ Does not know: how a network was cut, which sizes it will be run with.
 
 import hashlib
 import logging
+import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -36,6 +37,7 @@ _log = logging.getLogger(__name__)
 _OPTIONS = {"combo_kernels": True}
 """Kernels that could run in parallel become one: a launch costs as much as their work here."""
 
+_HEAD = struct.Struct(">QQ")  # the limits
 MOST = 1 << 20  # no step has as many tokens
 _LEAST_LIMIT = 1024  # a piece for fewer is not worth its file
 
@@ -45,19 +47,19 @@ class Piece(nn.Module):
 
     Args:
         module: the operations, without tensors of their own.
-        sized: of each input the dimensions that change: with equal numbers of one length; with -1
-            of a length of its own.
+        sized: of each input the dimensions that change: all with 0 have one length, all with 1
+            another, each with -1 one of its own.
         backend: of `torch.compile`; only what "inductor" compiles is kept on disk.
 
     Attributes:
-        limit: the longest such dimension that it may be called with.
+        limits: by these numbers, the longest dimensions that it may be called with.
     """
 
     def __init__(
         self, module: fx.GraphModule, sized: Sequence[Mapping[int, int]], backend: str
     ) -> None:
         super().__init__()
-        self.limit = MOST
+        self.limits = (MOST, MOST)
         self._module = module
         self._sized = sized
         self._backend = backend
@@ -82,7 +84,7 @@ class Piece(nn.Module):
         is_kept = self._backend == "inductor"
         if is_kept:
             try:
-                run, self.limit = _kept(self._module, inputs, self._sized)
+                run, self.limits = _kept(self._module, inputs, self._sized)
             except Exception as error:  # noqa: BLE001  # a compiler may raise any error
                 _log.debug("compiled again at each start: %s", error)
             else:
@@ -94,22 +96,23 @@ class Piece(nn.Module):
 
 def _kept(
     module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
-) -> tuple[Callable[..., Sequence[Tensor]], int]:
-    """The compiled piece, from the disk or for it, and its limit. Raises where that cannot be."""
+) -> tuple[Callable[..., Sequence[Tensor]], tuple[int, int]]:
+    """The compiled piece, from the disk or for it, and its limits. Raises where that cannot be."""
     path = cache_dir() / "pieces" / _digest(module, inputs, sized)
     try:
         content = read_file(path)
-        return _loaded(content[8:]), int.from_bytes(content[:8], "big")
+        first, second = _HEAD.unpack(content[: _HEAD.size])
+        return _loaded(content[_HEAD.size :]), (first, second)
     except Exception as error:  # noqa: BLE001  # a file may hold anything
         _log.debug("compiling: %s", error)
-    artifact, limit = _compile(module, inputs, sized)
+    artifact, limits = _compile(module, inputs, sized)
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "piece"
         artifact.save(path=str(saved))
         content = saved.read_bytes()
     run = _loaded(content)  # so that both starts run the same
-    write_file(path, limit.to_bytes(8, "big") + content)
-    return run, limit
+    write_file(path, _HEAD.pack(*limits) + content)
+    return run, limits
 
 
 def _digest(
@@ -136,8 +139,8 @@ def _digest(
 
 def _compile(
     module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
-) -> tuple[Any, int]:
-    """What inductor makes of a piece, and its limit."""
+) -> tuple[Any, tuple[int, int]]:
+    """What inductor makes of a piece, and its limits."""
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
     fakes = []
@@ -159,7 +162,7 @@ def _compile(
     artifact = compile_alone(
         owned, fakes, dynamic_shapes="from_graph", options={"config_patches": _OPTIONS}
     )
-    return artifact, _limit(shapes)
+    return artifact, _limits(shapes, fakes, sized)
 
 
 class _Noted(fx.Interpreter):
@@ -171,20 +174,39 @@ class _Noted(fx.Interpreter):
         return value
 
 
-def _limit(shapes: ShapeEnv) -> int:
-    """The longest dimension for which the compiler's assumptions hold."""
+def _limits(
+    shapes: ShapeEnv, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
+) -> tuple[int, int]:
+    """The longest dimensions for which the compiler's assumptions hold; those with -1 limit both.
+
+    Raises:
+        ValueError: they do not hold for all shorter ones.
+    """
     hints = dict(getattr(shapes, "backed_var_to_val", None) or shapes.var_to_val)
+    limits = [MOST, MOST]
+    for tensor, dims in zip(inputs, sized, strict=True):
+        for dim, size in dims.items():
+            node = getattr(tensor.shape[dim], "node", None)
+            is_free = node is not None and node.expr.is_symbol  # otherwise it became a number
+            least = _limit(shapes, node.expr, hints) if is_free else 0
+            if least < max(_LEAST_LIMIT, int(node.hint) if is_free else 0):
+                found = [guard.expr for guard in shapes.guards]
+                raise ValueError(f"wanted code for any size, got {found}")
+            for each in (0, 1) if size < 0 else (size,):
+                limits[each] = min(limits[each], least)
+    return limits[0], limits[1]
+
+
+def _limit(shapes: ShapeEnv, symbol: Any, hints: dict[Any, Any]) -> int:  # noqa: ANN401  # of sympy
+    """The highest power of two up to which all assumptions hold that are about a size."""
     limit = MOST
     for guard in shapes.guards:
-        for symbol in guard.expr.free_symbols:
-            size = 2
-            while size <= limit:
-                near = {size - 1, size, size + 1} - {1}
-                if not all(guard.expr.xreplace({**hints, symbol: each}) for each in near):
-                    limit = size // 2
-                size *= 2
-    if limit < max(_LEAST_LIMIT, *map(int, hints.values()), 0):
-        raise ValueError(f"wanted code for any size, got {[one.expr for one in shapes.guards]}")
+        size = 2 if symbol in guard.expr.free_symbols else limit + 1
+        while size <= limit:
+            near = {size - 1, size, size + 1} - {1, limit + 1}
+            if not all(guard.expr.xreplace({**hints, symbol: each}) for each in near):
+                limit = size // 2
+            size *= 2
     return limit
 
 

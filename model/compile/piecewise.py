@@ -71,10 +71,10 @@ class PiecewiseNetwork(TracedNetwork):
         self._few = None if few is None else TracedNetwork(few, plain.terms, plain.recurrent)
         self._sizes: tuple[int, ...] = FEW_ROWS
         self._settled_sizes = sizes
-        self._limit = MOST  # the most tokens or rows of the pieces
+        self._limits = (MOST, MOST)  # tokens and rows at most of the pieces
 
     def _choose(self, num_tokens: int, rows: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
-        if num_tokens == 1 or max(num_tokens, len(rows)) > self._limit:
+        if num_tokens == 1 or num_tokens > self._limits[0] or len(rows) > self._limits[1]:
             return self._plain.module.forward, rows
         if len(rows) < _LEAST:
             rows = nn.functional.pad(rows, (0, _LEAST - len(rows)))
@@ -104,7 +104,8 @@ class PiecewiseNetwork(TracedNetwork):
             self._few = None
         for piece in self.pieces:
             piece.settle()
-        self._limit = min(piece.limit for piece in self.pieces)
+        tokens, rows = zip(*[piece.limits for piece in self.pieces], strict=True)
+        self._limits = min(tokens), min(rows)
 
     def _few_are_near(self, few: TracedNetwork) -> bool:
         """Whether steps of few tokens give logits close to the network's, on its own device."""

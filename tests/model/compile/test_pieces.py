@@ -64,7 +64,7 @@ def test_a_second_start_compiles_nothing(folder, monkeypatch):
     for _ in range(2):
         piece = Piece(module(), SIZED, "inductor")
         runs(piece)
-        assert piece.limit == MOST
+        assert piece.limits == (MOST, MOST)
     assert len(made) == 1
     [path] = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -111,11 +111,17 @@ def assuming(*conditions):
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
     seen = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
-    source = ConstantSource("x")
-    size = mode.from_tensor(torch.zeros(12), symbolic_context=seen, source=source).shape[0]
+    tokens, rows = (
+        mode.from_tensor(torch.zeros(n), symbolic_context=seen, source=ConstantSource(f"x{n}"))
+        for n in (12, 7)
+    )
+    assert guard_bool(rows.shape[0] * 100_000 <= 2**31 - 1)
     for condition in conditions:
-        assert guard_bool(condition(size))
-    return pieces._limit(shapes)
+        assert guard_bool(condition(tokens.shape[0]))
+    limit, other = pieces._limits(shapes, [tokens, rows], [{0: 0}, {0: 1}])
+    assert other == 16_384
+    assert pieces._limits(shapes, [rows], [{0: -1}]) == (16_384, 16_384)
+    return limit
 
 
 def test_code_is_for_no_size_that_breaks_what_it_assumes():
@@ -132,10 +138,11 @@ def test_a_step_above_the_limit_runs_as_traced():
     traced = trace_network(switched(build("qwen3", 3)), CPU)
     network = compile_piecewise(traced, "eager")
     for piece in network.pieces:
-        piece.limit = 100
-    network.pieces[1].limit = 40
+        piece.limits = (100, 60)
+    network.pieces[1].limits = (40, 70)
     network.settle()
     rows = torch.arange(3)
     assert network._choose(40, rows)[0] == network.module.forward
     assert network._choose(41, rows)[0] == traced.module.forward
-    assert network._choose(40, torch.arange(41))[0] == traced.module.forward
+    assert network._choose(40, torch.arange(60))[0] == network.module.forward
+    assert network._choose(40, torch.arange(61))[0] == traced.module.forward
