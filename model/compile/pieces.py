@@ -186,10 +186,11 @@ def _limits(
     limits = [MOST, MOST]
     for tensor, dims in zip(inputs, sized, strict=True):
         for dim, size in dims.items():
-            node = getattr(tensor.shape[dim], "node", None)
-            is_free = node is not None and node.expr.is_symbol  # otherwise it became a number
-            least = _limit(shapes, node.expr, hints) if is_free else 0
-            if least < max(_LEAST_LIMIT, int(node.hint) if is_free else 0):
+            node: Any = getattr(tensor.shape[dim], "node", None)
+            least = 0
+            if node is not None and node.expr.is_symbol:  # otherwise it became a number
+                least = _limit(shapes, node.expr, hints)
+            if least < _LEAST_LIMIT or least < node.hint:
                 found = [guard.expr for guard in shapes.guards]
                 raise ValueError(f"wanted code for any size, got {found}")
             for each in (0, 1) if size < 0 else (size,):

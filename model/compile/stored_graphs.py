@@ -91,12 +91,13 @@ class GraphStore:
         root = nn.Module()
         for name, value in stored["constants"].items():
             known = isinstance(value, str)
-            tensor = self._tensors[value] if known else _tensor(*value, device)
+            tensor = self._tensors[value] if known else _tensor(device, *value)
             if isinstance(tensor, nn.Parameter):
                 setattr(root, name, tensor)
             else:
                 root.register_buffer(name, tensor)
-        graph, copies = fx.Graph(), {}
+        graph = fx.Graph()
+        copies: dict[str, fx.Node] = {}
         for op, name, called, args, kwargs, sized, look in stored["nodes"]:
             target = called
             if op == "call_function":
@@ -136,9 +137,8 @@ def digest(network: PreTrainedModel) -> str:
     for name, tensor in _tensors(network):
         look = (tensor.shape, tensor.stride(), tensor.dtype, str(tensor.device))
         facts.append((name, type(tensor).__qualname__, *look))
-        device = tensor.device
-    if device.type == "cuda":
-        facts.append(torch.cuda.get_device_capability(device))
+        if tensor.device.type == "cuda":
+            facts.append(torch.cuda.get_device_capability(tensor.device))
     found = hashlib.sha256(repr(facts).encode())
     for file in sorted({*sources}):
         with suppress(OSError):
@@ -174,7 +174,7 @@ def _constant(tensor: Tensor) -> tuple[list[int], str, list[object]]:
     return [*tensor.shape], kind, tensor.detach().cpu().flatten().tolist()
 
 
-def _tensor(shape: list[int], kind: str, values: list[object], device: torch.device) -> Tensor:
+def _tensor(device: torch.device, shape: list[int], kind: str, values: list[object]) -> Tensor:
     return torch.tensor(values, dtype=getattr(torch, kind), device=device).reshape(shape)
 
 
@@ -219,8 +219,10 @@ def _decoded(value: Any, nodes: Mapping[str, fx.Node]) -> Any:  # noqa: ANN401
         return torch.device(given)
     if kind == "dict":
         return {name: _decoded(one, nodes) for name, one in given.items()}
-    sequence = {"slice": lambda parts: slice(*parts), "tuple": tuple}[kind]
-    return sequence(_decoded(given, nodes))
+    parts = _decoded(given, nodes)
+    if kind not in ("slice", "tuple"):
+        raise ValueError(f"wanted an argument, got {kind}")
+    return tuple(parts) if kind == "tuple" else slice(*parts)
 
 
 def _operator_name(target: object) -> str:

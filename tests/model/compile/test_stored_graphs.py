@@ -65,9 +65,11 @@ def test_a_stored_trace_calls_modules_with_states(kind, monkeypatch):
     second = engine_of(kind).network
     second.trace()
     assert not made
-    assert second._traced.module.code == first._traced.module.code
-    assert len(second._traced.recurrent) == len(first._traced.recurrent) > 0
-    for one, other in zip(first._traced.recurrent, second._traced.recurrent, strict=True):
+    assert second._traced[False].module.code == first._traced[False].module.code
+    assert len(second._traced[False].recurrent) == len(first._traced[False].recurrent) > 0
+    for one, other in zip(
+        first._traced[False].recurrent, second._traced[False].recurrent, strict=True
+    ):
         assert one.spec == other.spec
         assert [*map(type, one.leaves)] == [*map(type, other.leaves)]
 
