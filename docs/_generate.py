@@ -24,10 +24,12 @@ KINDS = {"Gauge": "gauge", "Counter": "counter", "Histogram": "histogram", "Info
 
 def flags() -> str:
     """Every flag of every command, a section a command and a table a group."""
+    bench = importlib.import_module("model.bench")
     commands = [
         importlib.import_module("model.cli.args").run_flags(),
         importlib.import_module("model.chat").chat_flags(),
         importlib.import_module("model.serve.args").serve_flags(),
+        *map(bench.bench_flags, bench.MEASUREMENTS),
         importlib.import_module("model.cluster.args").cluster_flags(),
     ]
     lines = []

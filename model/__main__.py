@@ -12,6 +12,7 @@ COMMANDS = {
     "run": "continue prompts; without any, built-in ones",
     "chat": "talk to a model in the terminal",
     "serve": "serve a model to OpenAI's clients",
+    "bench": "measure latency, throughput, or a server that runs",
     "cluster": "serve it with several replicas",
     "view": "show a trace of a run in a browser",
     "minimal": "continue prompts with an engine that fits in one file",

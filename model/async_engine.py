@@ -269,7 +269,7 @@ class AsyncEngine:
             NotServingError: no requests are taken now.
         """
         arrived_s = self.host.now_s()
-        count = sum([each.num_samples for each in asked])
+        count = sum([each.params.n for each in asked])
         if count < 1:
             raise InvalidArgumentError("prompt: wanted at least one, got none")
         self._check_serving()
@@ -278,7 +278,7 @@ class AsyncEngine:
             every = await self._encode(asked)
             compiled = await self._compile(asked)
             self._check_serving()
-        params = [each.params for each in asked for _ in range(each.num_samples)]
+        params = [each.params for each in asked for _ in range(each.params.n)]
 
         def open_them(requests: list[Request]) -> TokenStream:
             return self._opened(requests, params, arrived_s)
@@ -365,18 +365,18 @@ class AsyncEngine:
 
     async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
         """The same in tokens, and without stop strings: those are found on this side."""
-        encode = self.engine.model.codec.encode
 
         def encoded(one: Submission) -> Submission:
-            prompt, params = one.prompt, one.params
+            engine, prompt, params = self.engine, one.prompt, one.params
+            engine.bad_words.of(params)  # which remembers them
             return dataclasses.replace(
                 one,
-                prompt=encode(prompt) if isinstance(prompt, str) else prompt,
+                prompt=engine.model.codec.encode(prompt) if isinstance(prompt, str) else prompt,
                 params=dataclasses.replace(params, stop=()) if params.stop else params,
             )
 
         texts = [one.prompt for one in asked if isinstance(one.prompt, str)]
-        if sum(map(len, texts)) <= _LONG_TEXT:
+        if sum(map(len, texts)) + sum(map(len, asked[0].params.bad_words)) <= _LONG_TEXT:
             return list(map(encoded, asked))
         return await asyncio.to_thread(lambda: list(map(encoded, asked)))
 

@@ -37,7 +37,7 @@ def chat_flags() -> Flags:
     flags.add("conversation", ChatOptions)
     flags.add("model and hardware", ModelOptions)
     sampling = {"max_tokens": 512, "temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.1}
-    flags.add("sampling", SamplingParams, **sampling)
+    flags.add("sampling", SamplingParams, without=("n", "logprobs"), **sampling)
     flags.add("engine: KV cache, scheduling and execution", EngineConfig, max_num_seqs=1)
     return flags
 

@@ -150,6 +150,11 @@ class Engine(EngineCore):
         """The LoRA adapters that requests may ask for. O(adapters)."""
         return () if self.network.adapters is None else self.network.adapters.names
 
+    @property
+    def adapter_versions(self) -> dict[str, int]:
+        """The versions of these adapters, by name. O(adapters)."""
+        return {} if self.network.adapters is None else self.network.adapters.versions
+
     def read_adapter(self, text: str) -> "Adapter":
         """Read a LoRA adapter, `NAME=PATH`, for `add_adapter`; from any thread. O(its bytes).
 

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import kvcore
+from model.control.bad_words import BadWordReader
 from model.control.drafts import accepted_tokens
 from model.control.grammar import Grammar
 from model.control.images import PromptImages
@@ -168,6 +170,7 @@ class EngineCore:
         kv: as above.
         tiers: as above.
         vocab_size: as above.
+        bad_words: makes those of requests into tokens.
     """
 
     def __init__(
@@ -193,6 +196,8 @@ class EngineCore:
         self._failed: list[Output] = []  # of this step, without a pass
         self._next_id = 0
         self._watch: StepWatch = Unwatched()
+        encode = partial(model.codec.encode, adds_special_tokens=False)
+        self.bad_words = BadWordReader(encode, vocab_size, model.eos_token_ids)
 
     @property
     def has_unfinished(self) -> bool:
@@ -297,7 +302,10 @@ class EngineCore:
             prompt: text, or token ids.
             params: None: greedy, with the default length.
         """
-        [request] = self.submit(Submission(prompt, params or SamplingParams()))
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise InvalidArgumentError(f"n: add_request continues a prompt once, got {params.n}")
+        [request] = self.submit(Submission(prompt, params))
         return request
 
     @property
@@ -351,7 +359,8 @@ class EngineCore:
         if params.grammar is not None:
             self.check_grammar(params.grammar)
         requests: list[Request] = []
-        for number in range(asked.num_samples):
+        bad_words = self.bad_words.of(params)
+        for number in range(params.n):
             request = Request(
                 self._next_id,
                 tokens,
@@ -366,6 +375,7 @@ class EngineCore:
                 boundaries=asked.boundaries,
                 items=asked.items,
                 images=asked.images,
+                bad_words=bad_words,
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
@@ -376,6 +386,10 @@ class EngineCore:
             self._next_id += 1
             requests.append(request)
         return requests
+
+    def prepare_grammars(self) -> None:
+        """Do now what the first grammar would have every request wait for. O(tokens)."""
+        self._grammars.prepare()
 
     def compile_grammar(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).

@@ -132,7 +132,6 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        num_samples: int = 1,
         cache_salt: str = "",
         lora_name: str | None = None,
         use_tqdm: bool = True,
@@ -144,7 +143,6 @@ class LLM:
                 `{"prompt": "<image>Who?", "multi_modal_data": {"image": [...]}}`: images of Pillow,
                 paths or bytes, and in the text what the model has for each.
             sampling_params: of all of them, or one for each; None: greedy, with the default length.
-            num_samples: how often each is continued.
             cache_salt: cached prefixes are shared only between prompts of the same salt.
             lora_name: the LoRA adapter of `lora` that computes them; None: none does.
             use_tqdm: whether a bar is drawn, where stderr is a terminal.
@@ -170,7 +168,6 @@ class LLM:
                 asked = Submission(
                     prompt.prompt,
                     one,
-                    num_samples=num_samples,
                     namespace=namespace,
                     images=prompt.images,
                 )
@@ -268,7 +265,6 @@ class LLM:
         messages: Chat | Sequence[Chat],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        num_samples: int = 1,
         cache_salt: str = "",
         lora_name: str | None = None,
         use_tqdm: bool = True,
@@ -282,7 +278,6 @@ class LLM:
         return self.generate(
             [self._read_chat(chat) for chat in chats],  # type: ignore[arg-type]  # one or the other
             sampling_params,
-            num_samples=num_samples,
             cache_salt=cache_salt,
             lora_name=lora_name,
             use_tqdm=use_tqdm,

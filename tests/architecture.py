@@ -70,7 +70,7 @@ MODEL_LAYERS = (
     ("tiny",),
     ("minimal", "cli"),
     ("llm",),
-    ("run", "chat", "page"),
+    ("run", "chat", "bench", "page"),
     ("view", "serve"),
     ("cluster",),
     ("__main__",),

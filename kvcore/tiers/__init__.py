@@ -10,6 +10,7 @@ from kvcore.tiers.folder import Folder, Segments
 from kvcore.tiers.host import HostTier
 from kvcore.tiers.jobs import BlockMover, LoadJob, Part, StoreJob
 from kvcore.tiers.link import Channel, LinkError, is_loopback, parse_address
+from kvcore.tiers.memory import MemoryLink, MemoryReader, Nixl, SharedMemory
 from kvcore.tiers.peer import PeerTier
 from kvcore.tiers.peer_server import PeerServer, PeerServerStats, PeerSession
 from kvcore.tiers.record import Fault, Key, Meaning, group_of, is_private, key_of, meaning_of
@@ -39,12 +40,16 @@ __all__ = [
     "LinkError",
     "LoadJob",
     "Meaning",
+    "MemoryLink",
+    "MemoryReader",
+    "Nixl",
     "Part",
     "PeerServer",
     "PeerServerStats",
     "PeerSession",
     "PeerTier",
     "Segments",
+    "SharedMemory",
     "StoreJob",
     "Tier",
     "TierError",

@@ -1,19 +1,24 @@
 """The link between a process that serves copies of KV and one that asks: messages, byte for byte.
 
-A connection begins with a handshake, and is then for one of two things: to hear which copies there
-are, or to ask for them. All integers are little-endian.
+A connection begins with a handshake, and is then for one thing: to hear which copies there are, to
+ask for them, or to ask for them and read them out of memory of the server (`memory.py`). All
+integers are little-endian.
 
     welcome   server: "KVPEER01" | nonce 32
-    hello     client: "KVPEER01" | 1: to hear, 2: to ask u8 | nonce 32 | digest of meaning 32
-              | proof 32
-    answer    server: 0: agreed, 1: another meaning, 2: another secret u8 | its process 16
-              | proof 32
+    hello     client: "KVPEER01" | 1: to hear, 2: to ask, 3: to ask and read u8 | nonce 32
+              | digest of meaning 32 | proof 32
+    answer    server: 0: agreed, 1: another meaning, 2: another secret, 3: no memory to read u8
+              | its process 16 | proof 32
+    memory    server, where the client is to read: where its copies will stand u64 | bytes of what
+              describes the memory u32 | xxh3-64 of that u64; then that
     news      server: 1: forget all before u8 | keys that came u32 | keys that went u32
               | xxh3-64 of the keys u64; then the keys, 36 bytes each
     question  client: its number u64 | key 36 | length u64
     copy      server: the header of a record (`record.py`), then its payload; the segment is the
               number that the connection has from the nonce of the client, the number of the record
-              is that of the question; a record marked as evicted has no payload: it is not there
+              is that of the question; a record marked as evicted has no payload: it is not there.
+              Where the client reads, the payload is in the memory, until:
+    read      client: 1 u8
 
 A proof is an HMAC with sha256 of both nonces, of what its side has said and of its role, under the
 secret that both processes share. Nothing of the server but a nonce is sent before the proof of the
@@ -46,18 +51,23 @@ WELCOME: Final = struct.Struct("<8s32s")
 HELLO: Final = struct.Struct("<8sB32s32s32s")
 ANSWER: Final = struct.Struct("<B16s32s")
 NEWS: Final = struct.Struct("<BIIQ")
+MEMORY: Final = struct.Struct("<QIQ")
 QUESTION: Final = struct.Struct("<Q36sQ")
+READ: Final = b"\1"
 NONCE_BYTES: Final = 32
 PROCESS_BYTES: Final = 16
 KEY_BYTES: Final = 36
 MAX_NEWS: Final = 65_536
 """The most keys in a message."""
+_MAX_DESCRIPTION_BYTES: Final = 1 << 20
 
 TO_HEAR: Final = 1
 TO_ASK: Final = 2
+TO_READ: Final = 3
 AGREED: Final = 0
 OTHER_MEANING: Final = 1
 OTHER_SECRET: Final = 2
+NO_MEMORY: Final = 3
 
 _ADDRESS: Final = re.compile(r"(?:\[([0-9a-fA-F:.%]+)\]|([^\s:\[\]]+)):(\d{1,5})")
 _MAX_PORT: Final = 65_535
@@ -123,6 +133,27 @@ def receive_news(channel: Channel, deadline_s: float) -> tuple[bool, list[Key], 
         raise LinkError("corrupted")
     keys = [Key(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
     return bool(is_new), keys[:came], keys[came:]
+
+
+def encode_memory(offset: int, description: bytes) -> bytes:
+    """Return the message that says where copies will stand. O(len(description))."""
+    checksum = xxhash.xxh3_64_intdigest(description)
+    return MEMORY.pack(offset, len(description), checksum) + description
+
+
+def receive_memory(channel: Channel, deadline_s: float) -> tuple[int, bytes]:
+    """Return where copies will stand, and what describes the memory. O(bytes).
+
+    Raises:
+        LinkError, OSError: it does not come before the deadline, or is wrong.
+    """
+    offset, size, checksum = MEMORY.unpack(channel.receive(MEMORY.size, deadline_s))
+    if size > _MAX_DESCRIPTION_BYTES:
+        raise LinkError("corrupted")
+    description = bytes(channel.receive(size, deadline_s))
+    if xxhash.xxh3_64_intdigest(description) != checksum:
+        raise LinkError("corrupted")
+    return offset, description
 
 
 def parse_address(name: str, text: str) -> tuple[str, int]:

@@ -5,7 +5,10 @@ hears from the peer which contents it has, so `contains` asks nobody; a copy is 
 load reads it, on the thread of the load. A question has its key, its length and a number; an answer
 is believed if its header is whole and says the same key, meaning, length and number, and if the
 payload has the checksum of the header. Everything else is a miss, and is counted; an answer that
-does not fit its question ends the connection, so what comes late is never read.
+does not fit its question ends the connection, so what comes late is never read. Where both sides
+can, the payload is read out of the peer's memory (`memory.py`). Whatever fails there, the same
+question is asked again over the link, and so are all others until there is a new connection for
+news.
 
 Invariants: every wait has a deadline; nothing is asked of a process that has not shown the same
 secret and meaning; a content with a salt is never asked for; what the peer had before `clear` is
@@ -22,6 +25,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Final, final
 
@@ -30,19 +34,24 @@ from kvcore.tiers.link import (
     ANSWER,
     HELLO,
     MAGIC,
+    NO_MEMORY,
     NONCE_BYTES,
     PROCESS_BYTES,
     QUESTION,
+    READ,
     TO_ASK,
     TO_HEAR,
+    TO_READ,
     WELCOME,
     Channel,
     LinkError,
     TcpChannel,
     parse_address,
     proof,
+    receive_memory,
     receive_news,
 )
+from kvcore.tiers.memory import MemoryLink, MemoryReader
 from kvcore.tiers.record import (
     RECORD_BYTES,
     Fault,
@@ -63,10 +72,16 @@ _RETRIES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _MAX_KEYS: Final = 1 << 20  # that are known of one peer: 130 MB
 _MAX_FAILURES: Final = 3
 _MAX_PAUSE_S: Final = 300.0
+_MAX_RESETS: Final = 8  # in the time below: each ends all loads that run here
+_RESETS_S: Final = 60.0
 _log = logging.getLogger(__name__)
 
 Connect = Callable[[float], Channel]
 """Connects to the peer, before a deadline; raises OSError or LinkError."""
+
+
+class _NoMemoryError(LinkError):
+    """The peer shares no memory, or has no place there: its copies have to be sent."""
 
 
 @final
@@ -77,6 +92,7 @@ class PeerTier:
         address: HOST:PORT.
         secret: what the two processes share; empty: nothing.
         connect: another link than TCP; None: TCP.
+        memory: reads the peer's memory, where the peer shares it; None: copies come over the link.
         has_thread: whether a thread of its own hears the news; False: `hear` is called instead.
 
     Attributes:
@@ -84,6 +100,7 @@ class PeerTier:
         keeps: False.
         stats: its counters; `is_enabled` says whether the peer is there now.
         epoch: how often it was cleared, here or there.
+        num_read: those of its hits that were read out of the peer's memory.
 
     Raises:
         InvalidArgumentError: no address.
@@ -97,12 +114,13 @@ class PeerTier:
         *,
         secret: bytes = b"",
         connect: Connect | None = None,
+        memory: MemoryLink | None = None,
         has_thread: bool = True,
     ) -> None:
         at = parse_address("peer", address)
         self.name = f"peer {address}"
         self.stats = TierStats(is_enabled=False)
-        self.epoch = 0
+        self.epoch = self.num_read = 0
         self._secret = secret
         self._connect: Connect = connect or (lambda deadline_s: TcpChannel.connect(at, deadline_s))
         self._has_thread = has_thread
@@ -112,17 +130,22 @@ class PeerTier:
         self._process = b""  # which process of the peer `_known` is of
         self._news: Channel | None = None
         self._copies: Channel | None = None
+        self._link = memory
+        self._reader: MemoryReader | None = None
+        self._reads = False  # whether the reader is to be used
+        self._place: int | None = None  # in the peer's memory; None: its copies are sent
+        self._largest = 0
         self._session = self._number = 0  # of the connection for copies
         self._num_failures = self._num_losses = 0
         self._said: Fault | None = None
+        self._resets: deque[float] = deque(maxlen=_MAX_RESETS + 1)  # times of the last ones
         self._lock = threading.Lock()  # held while what is known changes
         self._asking = threading.Lock()  # one question at a time
         self._closed = threading.Event()
 
     def start(self, meaning: Meaning, largest: int) -> None:
         """See `Tier.start`. The peer may come later."""
-        del largest
-        self._meaning = meaning
+        self._meaning, self._largest = meaning, largest
         if self._has_thread:
             threading.Thread(target=self._run, name=self.name, daemon=True).start()
 
@@ -139,12 +162,15 @@ class PeerTier:
         return False
 
     def get(self, key: Key, length: int) -> memoryview | None:
-        """See `Tier.get`. Waits a second at most, and the time of 20 MB a second."""
+        """See `Tier.get`. Waits a second at most, and the time of 20 MB a second.
+
+        Twice that, where the peer's memory cannot be read.
+        """
         with self._asking:
             if key not in self._known:
                 return None
             try:
-                payload = self._ask(key, length)
+                payload = self._read(key, length) if self._reads else self._ask(key, length)
             except (OSError, LinkError) as error:
                 self._end_copies()
                 self._note(error)
@@ -187,6 +213,7 @@ class PeerTier:
         self._closed.set()
         self._lose()
         self._end_copies()
+        self._close_reader()
 
     # News
 
@@ -198,6 +225,7 @@ class PeerTier:
         try:
             news = self._news
             if news is None:
+                self._make_reader()
                 news, process, _ = self._open(TO_HEAR)
                 self._begin(news, process)
             self._apply(*receive_news(news, time.monotonic() + _SILENCE_S))
@@ -215,11 +243,15 @@ class PeerTier:
             if self.hear():
                 failures = 0
             else:
-                pause_s = _RETRIES_S[min(failures, len(_RETRIES_S) - 1)]
-                if self._num_losses:  # it says what it has, and does not serve it
-                    pause_s = max(pause_s, min(2.0**self._num_losses, _MAX_PAUSE_S))
-                self._closed.wait(pause_s)
+                self._closed.wait(self._pause_s(failures))
                 failures += 1
+
+    def _pause_s(self, failures: int) -> float:
+        """How long to leave the peer alone after so many failures in a row to hear of it."""
+        pause_s = _RETRIES_S[min(failures, len(_RETRIES_S) - 1)]
+        if self._num_losses:  # it says what it has, and does not serve it, or forgets it
+            pause_s = max(pause_s, min(2.0**self._num_losses, _MAX_PAUSE_S))
+        return pause_s
 
     def _begin(self, news: Channel, process: bytes) -> None:
         """A connection for news is there, of the process that was known or of another one."""
@@ -227,6 +259,7 @@ class PeerTier:
             if process != self._process:
                 self._refused = set()
             self._process, self._news, self._num_failures = process, news, 0
+            self._reads = self._reader is not None
             self._replace(set())
             self.stats.is_enabled = True
         self._said = None
@@ -245,6 +278,21 @@ class PeerTier:
             self._known.update([key for key in wanted if not is_private(key)])
             self._known.difference_update(went)
             self.stats.num_records = len(self._known)
+        if is_new:
+            self._note_reset()
+
+    def _note_reset(self) -> None:
+        """The peer has forgotten all; if it does so too often, it is left alone for a while.
+
+        Raises:
+            LinkError: it does.
+        """
+        now_s = time.monotonic()
+        self._resets.append(now_s)
+        is_often = len(self._resets) > _MAX_RESETS
+        if is_often and now_s - self._resets[-1 - _MAX_RESETS] < _RESETS_S:
+            self._num_losses += 1
+            raise LinkError("stale")
 
     def _replace(self, known: set[Key]) -> None:
         self._known = known
@@ -266,21 +314,54 @@ class PeerTier:
 
     # Copies
 
-    def _ask(self, key: Key, length: int) -> memoryview | None:
+    def _make_reader(self) -> None:
+        """Make what reads memory, if it is wanted and there is none; O(a second) with NIXL."""
+        if self._link is None or self._reader is not None:
+            return
+        try:
+            reader = self._link.reader(self._largest)
+        except LinkError:
+            _log.warning(
+                "%s: %s does not work here, so copies are sent", self.name, self._link.name
+            )
+            self._link = None
+            return
+        with self._lock:
+            self._reader = reader
+        if self._closed.is_set():
+            self._close_reader()
+
+    def _close_reader(self) -> None:
+        with self._lock:
+            reader, self._reader, self._reads = self._reader, None, False
+        if reader is not None:
+            reader.close()
+
+    def _read(self, key: Key, length: int) -> memoryview | None:
+        """Read a copy out of the peer's memory, or if that fails ask for it; see `_ask`."""
+        try:
+            return self._ask(key, length, TO_READ)
+        except _NoMemoryError:
+            self._reads = False
+        except (OSError, LinkError) as error:
+            fault = _fault_of(error)
+            self.stats.faults[fault] += 1
+            _log.warning("%s: memory cannot be read (%s): copies are sent", self.name, fault)
+            self._close_reader()
+        self._end_copies()
+        return self._ask(key, length)
+
+    def _ask(self, key: Key, length: int, purpose: int = TO_ASK) -> memoryview | None:
         """Ask for a copy; None: the peer does not have it any more.
 
         Raises:
             LinkError, OSError: there is no answer, or none that may be believed.
         """
         deadline_s = time.monotonic() + _ANSWER_S + length / _SLOWEST_BYTES_PER_S
-        channel, epoch = self._copies, self.epoch
-        if channel is None:
-            channel, process, nonce = self._open(TO_ASK)
-            if process != self._process:
-                channel.close()
-                raise LinkError("stale")
-            self._copies = channel
-            self._session = int.from_bytes(nonce[:8], "little")
+        epoch = self.epoch
+        if self._copies is not None and (self._place is None) == (purpose == TO_READ):
+            self._end_copies()
+        channel = self._copies or self._open_copies(purpose)
         self._number += 1
         channel.send([QUESTION.pack(self._number, key, length)], deadline_s)
         header = decode_header(bytes(channel.receive(RECORD_BYTES, deadline_s)))
@@ -294,12 +375,44 @@ class PeerTier:
             return None
         if header.length != length:
             raise LinkError("short")
-        payload = memoryview(channel.receive(length, deadline_s))
+        payload = self._receive(channel, length, deadline_s)
         if checksum_of(payload) != header.checksum:
             raise LinkError("corrupted")
         if epoch != self.epoch:
             raise LinkError("stale")
         return payload
+
+    def _receive(self, channel: Channel, length: int, deadline_s: float) -> memoryview:
+        """Return the payload that belongs to the header that has come."""
+        if self._place is None:
+            return memoryview(channel.receive(length, deadline_s))
+        reader = self._reader
+        if reader is None:  # closed meanwhile
+            raise LinkError("failed")
+        payload = reader.read(self._place, length, deadline_s)
+        channel.send([READ], deadline_s)
+        self.num_read += 1
+        return payload
+
+    def _open_copies(self, purpose: int) -> Channel:
+        """Return a connection for copies, which ends if this raises, as `_open` does."""
+        channel, process, nonce = self._open(purpose)
+        self._copies, self._place = channel, None
+        if process != self._process:
+            raise LinkError("stale")
+        if purpose == TO_READ:
+            self._place = self._attach(channel)
+        self._session = int.from_bytes(nonce[:8], "little")
+        return channel
+
+    def _attach(self, channel: Channel) -> int:
+        """Have the reader read what the peer shares; return where its copies will stand there."""
+        place, description = receive_memory(channel, time.monotonic() + _HANDSHAKE_S)
+        reader = self._reader
+        if reader is None:
+            raise LinkError("failed")
+        reader.attach(description)
+        return place
 
     def _open(self, purpose: int) -> tuple[Channel, bytes, bytes]:
         """Return a connection, which process of the peer has it, and our nonce.
@@ -329,6 +442,8 @@ class PeerTier:
         wanted = proof(self._secret, b"server", nonce, theirs, answer[: 1 + PROCESS_BYTES])
         if not hmac.compare_digest(shown, wanted):
             raise LinkError("refused")
+        if status == NO_MEMORY:
+            raise _NoMemoryError("refused")
         if status != AGREED:
             raise LinkError("foreign")
         return process, nonce
@@ -340,11 +455,15 @@ class PeerTier:
 
     def _note(self, error: OSError | LinkError) -> None:
         """Count why there was no answer; say it once, where the peer can never be of use."""
-        fault = error.fault if isinstance(error, LinkError) else "failed"
+        fault = _fault_of(error)
         self.stats.faults[fault] += 1
         if fault in _LASTING and fault != self._said:
             self._said = fault
             _log.warning("%s: %s", self.name, _LASTING[fault])
+
+
+def _fault_of(error: OSError | LinkError) -> Fault:
+    return error.fault if isinstance(error, LinkError) else "failed"
 
 
 _LASTING: Final[dict[Fault, str]] = {

@@ -33,7 +33,10 @@ from kvcore.tiers import (
     BlockMover,
     DiskTier,
     HostTier,
+    LinkError,
     LoadJob,
+    MemoryLink,
+    Nixl,
     PeerServer,
     PeerTier,
     StoreJob,
@@ -99,7 +102,10 @@ def open_tiers(
             tiers.append(HostTier(config.host_memory_bytes))
         if path is not None:
             tiers.append(DiskTier(path, config.disk_bytes))
-        tiers += [PeerTier(address, secret=secret) for address in config.peer]
+        tiers += [
+            PeerTier(address, secret=secret, memory=_memory_at("peer", address, config))
+            for address in config.peer
+        ]
         try:
             found = TierManager(
                 kv, tiers, device, block_bytes=block_bytes, meaning=meaning, max_store_blocks=most
@@ -119,7 +125,11 @@ def _serve(config: EngineConfig, tiers: TierManager, secret: bytes) -> PeerServe
     """Serve the copies, if that is asked for."""
     if config.serve_kv is None:
         return None
-    server = PeerServer(tiers, secret)
+    try:
+        server = PeerServer(tiers, secret, _memory_at("serve_kv", config.serve_kv, config))
+    except InvalidArgumentError:
+        tiers.close()
+        raise
     try:
         server.listen(config.serve_kv)
     except TierError as error:
@@ -127,6 +137,25 @@ def _serve(config: EngineConfig, tiers: TierManager, secret: bytes) -> PeerServe
         raise InvalidArgumentError(str(error)) from None
     _log.info("KV is served to peers at %s", server.address)
     return server
+
+
+def _memory_at(name: str, address: str, config: EngineConfig) -> MemoryLink | None:
+    """What reads the memory of peers at an address; None: copies are sent.
+
+    Raises:
+        InvalidArgumentError: it is wanted, and cannot be had.
+    """
+    is_here = is_loopback(parse_address(name, address)[0])
+    if config.kv_transport == "tcp" or (config.kv_transport == "auto" and not is_here):
+        return None
+    try:
+        return Nixl(is_same_machine=is_here)
+    except LinkError as error:
+        if config.kv_transport == "nixl":
+            raise InvalidArgumentError(
+                f"kv_transport: wanted NIXL (pip install nixl), got {error.__cause__}"
+            ) from error
+    return None
 
 
 def _secret_of(config: EngineConfig) -> bytes:

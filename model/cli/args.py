@@ -30,6 +30,7 @@ _UNLIKE_GREEDY = (
     "presence_penalty",
     "frequency_penalty",
     "min_tokens",
+    "bad_words",
     "seed",
     "n",
 )

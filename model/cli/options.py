@@ -100,9 +100,6 @@ class PromptOptions:
 class SampleOptions:
     """What is said of a prompt beside how its tokens are chosen."""
 
-    n: int = setting(
-        1, help="number of outputs for each prompt", least=1, most=1024, is_common=True
-    )
     priority: int = setting(
         0,
         help="scheduling priority; lower numbers run first",
@@ -196,3 +193,64 @@ class OutputOptions:
         help="compare every token with Transformers' generate, run on each prompt alone",
         is_common=True,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """How results are printed."""
+
+    json: bool = setting(False, help="print one JSON object", is_common=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyOptions:
+    """One batch after another."""
+
+    batch_size: int = setting(8, help="requests that run at once", least=1, is_common=True)
+    input_len: int = setting(32, help="tokens of each prompt", least=1, is_common=True)
+    output_len: int = setting(128, help="tokens of each output", least=1, is_common=True)
+    num_iters_warmup: int = setting(2, help="batches before those that count", least=0)
+    num_iters: int = setting(10, help="batches that count", least=1, is_common=True)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputOptions:
+    """Many requests at once."""
+
+    num_prompts: int = setting(64, help="requests, all queued at once", least=1, is_common=True)
+    input_len: int = setting(128, help="tokens of each prompt", least=1, is_common=True)
+    output_len: int = setting(128, help="tokens of each output", least=1, is_common=True)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Requests to a server that runs."""
+
+    base_url: str = setting(
+        "http://127.0.0.1:8000", help="the server, ours or any with OpenAI's completions",
+        least=1, metavar="URL", is_common=True,
+    )  # fmt: skip
+    api_key: str | None = setting(None, help="key that the server wants", least=1, metavar="KEY")
+    served_model_name: str | None = setting(
+        None, help="model that requests name (default: the first that the server lists)",
+        least=1, metavar="NAME",
+    )  # fmt: skip
+    num_prompts: int = setting(64, help="requests", least=1, is_common=True)
+    input_len: int = setting(128, help="tokens of each prompt", least=1, is_common=True)
+    output_len: int = setting(128, help="tokens of each output", least=1, is_common=True)
+    request_rate: float | None = setting(
+        None, help="requests a second, at random moments (default: all at once)", above=0,
+        is_common=True,
+    )  # fmt: skip
+    max_concurrency: int = setting(
+        64, help="most requests in flight", least=1, most=1024, is_common=True
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)

@@ -37,6 +37,7 @@ _CHANGES = (
     "logit_bias",
     "grammar",
     "min_tokens",
+    "bad_words",
 )
 _MAX_BYTES = 256 << 20
 _MAX_PROMPTS = 100_000
@@ -51,14 +52,14 @@ class PromptSpec:
         where: where it came from, for messages.
         text: the prompt.
         params: how its tokens are chosen.
-        samples: how many times it is continued, and when.
+        beside: when it runs, and what is cached of it.
         images: paths of its images.
     """
 
     where: str
     text: str
     params: SamplingParams
-    samples: SampleOptions
+    beside: SampleOptions
     images: tuple[str, ...] = ()
 
 
@@ -93,8 +94,9 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
             raise UsageError(f"{where}: wanted a prompt that is not empty, got {shown(text)}")
         _check_encodable(where, text)
         params, beside = _params(where, index, options, entry)
-        for stop in params.stop:
-            _check_encodable(f"{where}: stop", stop)
+        for name in ("stop", "bad_words"):
+            for value in getattr(params, name):
+                _check_encodable(f"{where}: {name}", value)
         specs.append(PromptSpec(where, text, params, beside, _images(where, entry)))
     return specs
 

@@ -158,7 +158,7 @@ def _report(
 
 def _tell_failed(specs: Sequence[PromptSpec], requests: Sequence[Request]) -> int:
     """Name the requests that ended by an error of their own; how many there are."""
-    places = [spec.where for spec in specs for _ in range(spec.samples.n)]
+    places = [spec.where for spec in specs for _ in range(spec.params.n)]
     failed = [
         (where, request)
         for where, request in zip(places, requests, strict=True)
@@ -187,7 +187,7 @@ def _engine(
     lengths = tuple(  # the last token is handed out and never computed
         len(prompt) + spec.params.max_tokens - 1
         for spec, (prompt, _) in zip(specs, prompts, strict=True)
-        for _ in range(spec.samples.n)
+        for _ in range(spec.params.n)
     )
     config = dataclasses.replace(options.engine, expected_lengths=lengths)
     return engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
@@ -234,10 +234,9 @@ def _queue(
                 Submission(
                     prompt,
                     spec.params,
-                    num_samples=spec.samples.n,
-                    priority=spec.samples.priority,
-                    namespace=salted(spec.samples.cache_salt, spec.samples.lora_name),
-                    retain=[one.retention for one in spec.samples.retain],
+                    priority=spec.beside.priority,
+                    namespace=salted(spec.beside.cache_salt, spec.beside.lora_name),
+                    retain=[one.retention for one in spec.beside.retain],
                     images=images,
                 )
             )
@@ -249,9 +248,9 @@ def _queue(
 def _heads(specs: Sequence[PromptSpec]) -> list[tuple[str, str]]:
     """The label and the prompt of every text: 3, or 3.1 and 3.2 where the third has two samples."""
     return [
-        (f"{number}.{sample}" if spec.samples.n > 1 else f"{number}", spec.text)
+        (f"{number}.{sample}" if spec.params.n > 1 else f"{number}", spec.text)
         for number, spec in enumerate(specs, 1)
-        for sample in range(1, spec.samples.n + 1)
+        for sample in range(1, spec.params.n + 1)
     ]
 
 

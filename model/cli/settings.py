@@ -23,7 +23,7 @@ Does not know: which settings there are, files, models.
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
 
@@ -125,13 +125,21 @@ class Flags:
             )
         self._titles: dict[type, str] = {}
         self._defaults: dict[type, dict[str, object]] = {}
+        self._flagged: dict[type, list[Setting]] = {}
 
-    def add(self, title: str, declared: type["DataclassInstance"], **defaults: object) -> None:
+    def add(
+        self,
+        title: str,
+        declared: type["DataclassInstance"],
+        without: Collection[str] = (),
+        **defaults: object,
+    ) -> None:
         """Add a flag for each setting of a class. O(settings).
 
         Args:
             title: what the flags are about; those of one title stand together.
             declared: the class.
+            without: its settings that mean nothing to this command.
             defaults: what this command's own defaults are, where they are not the class's.
         """
         groups = self._parser._action_groups  # noqa: SLF001  # no other way to find one again
@@ -139,7 +147,10 @@ class Flags:
         group = group or self._parser.add_argument_group(title)
         self._titles[declared] = title
         self._defaults[declared] = defaults
-        for one in _flagged(declared):
+        self._flagged[declared] = [
+            one for one in settings_of(declared) if one.flag != "" and one.name not in without
+        ]
+        for one in self._flagged[declared]:
             dest = f"{declared.__name__}.{one.name}"
             default = _default_text(one, defaults.get(one.name, one.default))
             words = f"{_help(one)} (default: {default})" if default else _help(one)
@@ -170,7 +181,7 @@ class Flags:
         for declared in self._defaults:
             values = {
                 one.name: found[dest]
-                for one in _flagged(declared)
+                for one in self._flagged[declared]
                 if (dest := f"{declared.__name__}.{one.name}") in found
             }
             given[declared] = {
@@ -183,7 +194,7 @@ class Flags:
         """Every flag as a page describes it, by title. O(settings)."""
         rows: dict[str, list[FlagRow]] = {}
         for declared, title in self._titles.items():
-            for one in _flagged(declared):
+            for one in self._flagged[declared]:
                 default = self._defaults[declared].get(one.name, one.default)
                 negated = f"`{flag_name(one)}`, `--no-{flag_name(one)[2:]}`"
                 rows.setdefault(title, []).append(
@@ -244,10 +255,6 @@ class _Help(argparse.Action):
             rare.help = argparse.SUPPRESS
         parser.print_help()
         parser.exit()
-
-
-def _flagged(declared: type["DataclassInstance"]) -> list[Setting]:
-    return [one for one in settings_of(declared) if one.flag != ""]
 
 
 def _is_repeated(one: Setting) -> bool:

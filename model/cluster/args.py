@@ -53,8 +53,6 @@ def parse_args(argv: Sequence[str] | None = None) -> ClusterOptions:
     )
     if "serve_kv" in said.given(EngineConfig):
         raise UsageError("--serve-kv has no meaning here: all replicas would have one address")
-    if "max_loras" in said.given(EngineConfig):
-        raise UsageError("--max-loras has no meaning here: a client reaches one of the replicas")
     engine = said.of(EngineConfig, record_events=True, shares_disk=True)
     serve.check_adapters(engine.lora)
     cluster = said.of(ClusterConfig)

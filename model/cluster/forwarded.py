@@ -6,6 +6,7 @@ Does not know: Ray, the engine, what a request asks.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import kvcore
@@ -32,6 +33,25 @@ class Piece(NamedTuple):
     is_last: bool
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterTable:
+    """The LoRA adapters that every replica has to have, where they change while it runs.
+
+    Attributes:
+        changed_ns: when it was changed; a replica follows the newest one that it has seen.
+        adapters: by name: the folder, and the version; None: the ingress cannot read it.
+    """
+
+    changed_ns: int
+    adapters: Mapping[str, tuple[str, int | None]]
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The known versions, by name. O(adapters)."""
+        found = self.adapters.items()
+        return {name: version for name, (_, version) in found if version is not None}
+
+
 class Forwarded:
     """A client's request on its way to a replica.
 
@@ -40,11 +60,14 @@ class Forwarded:
         body: the whole body.
         tokens: of the prompt, for the router; empty: any replica will do.
         namespace: requests of the same namespace share cached blocks.
+        table: the adapters that the replica has to have first; None: those that it began with.
         ticket: set by the router in this process; None: no router of ours has chosen.
         decision_ns: processor time of the choice.
     """
 
-    __slots__ = ("_is_over", "body", "decision_ns", "namespace", "scope", "ticket", "tokens")
+    __slots__ = (
+        "_is_over", "body", "decision_ns", "namespace", "scope", "table", "ticket", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -52,7 +75,9 @@ class Forwarded:
         body: bytes,
         tokens: Sequence[int] = (),
         namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
+        table: AdapterTable | None = None,
     ) -> None:
+        self.table = table
         self.scope = scope
         self.body = body
         self.tokens = tokens
@@ -61,9 +86,9 @@ class Forwarded:
         self.decision_ns = 0
         self._is_over = False
 
-    def __reduce__(self) -> tuple[type["Forwarded"], tuple[Mapping[str, object], bytes]]:
+    def __reduce__(self) -> tuple[type["Forwarded"], tuple[object, ...]]:
         """Travel without what only the router reads."""
-        return Forwarded, (self.scope, self.body)
+        return Forwarded, (self.scope, self.body, (), kvcore.DEFAULT_NAMESPACE, self.table)
 
     @property
     def prompt(self) -> str:

@@ -4,7 +4,8 @@ The answer is made by the replica, which runs the application of `model.serve`. 
 prompt only to choose a replica by its tokens.
 
 Decides: what happens to a request whose replica is lost: it is sent again while the client has
-received nothing, and fails otherwise.
+received nothing, and fails otherwise; which adapters there are: a replica that one is loaded at is
+asked first, and each request then says which ones its replica has to have.
 
 Invariants: a request has at most one replica at a time, and none once its client is gone.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import replace
@@ -31,12 +33,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import kvcore
 from model.async_engine import EngineFaultError, NotServingError
 from model.cluster.config import ClusterOptions
-from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Forwarded, Piece
+from model.cluster.forwarded import FIRST_TOKEN, TAKEN, AdapterTable, Forwarded, Piece
 from model.errors import ModelError
 from model.serve.app import meet_clients
 from model.serve.blocks import OtherRequest
@@ -64,6 +66,9 @@ _CHATS: dict[str, type[ChatRequest | OtherRequest]] = {
 }
 
 
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
 class ReplicaLostError(EngineFaultError):
     """The replica that worked on a request is gone."""
 
@@ -83,9 +88,11 @@ class Ingress:
         self._replicas = replicas
         self._serve = options.serve
         self._codec: TextCodec = import_module("model.load.loader").load_codec(options.model.path)
-        self._adapters: dict[str, int] = {}
-        if options.engine.lora:
-            self._adapters = import_module("model.forward.lora").read_versions(options.engine.lora)
+        self.changing = asyncio.Lock()
+        found = [text.partition("=") for text in options.engine.lora]
+        known = {name: (place, _version_of(name, place)) for name, _, place in found}
+        self.table = AdapterTable(time.time_ns(), known)
+        self._changes = options.engine.max_loras is not None
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray calls it once
         """Return the application that Ray serves to clients."""
@@ -107,12 +114,27 @@ class Ingress:
     async def _forward(self, request: Request) -> Response:
         body = await request.body()
         scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
-        about = body, self._codec, self._serve.template_options, self._adapters
+        about = body, self._codec, self._serve.template_options, self.table.versions
         if len(body) > _LONG_BODY:
             prompt = await asyncio.to_thread(prompt_of, request.scope["path"], *about)
         else:
             prompt = prompt_of(request.scope["path"], *about)
-        return _Answer(self, Forwarded(scope, body, *prompt))
+        table = self.table if self._changes else None
+        asked = Forwarded(scope, body, *prompt, table)
+        if self._changes and request.scope["path"] in (_LOAD, _UNLOAD):
+            return _ChangeOfAdapters(self, asked)
+        return _Answer(self, asked)
+
+    async def change_adapters(self, path: str, body: bytes) -> None:
+        """A replica has loaded or unloaded an adapter: all others have to, before they answer."""
+        told = json.loads(body)
+        name, adapters = told["lora_name"], dict(self.table.adapters)
+        if path == _UNLOAD:
+            adapters.pop(name, None)
+        else:
+            place = told["lora_path"]
+            adapters[name] = place, await asyncio.to_thread(_version_of, name, place)
+        self.table = AdapterTable(time.time_ns(), adapters)
 
     async def _metrics(self, _: Request) -> Response:
         """Answer with the metrics of every replica, labelled with its name, and of the ingress."""
@@ -311,6 +333,35 @@ class _Answer(Response):
         self._call = None
         if taken != TAKEN or not is_over:
             raise ConnectionError("the replica did not finish the answer")
+
+
+class _ChangeOfAdapters(_Answer):
+    """The answer of a replica that loads or unloads an adapter; one change at a time.
+
+    The client has the answer only when requests are sent with what has changed.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `_Answer`."""
+        held: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            held.append(message)
+
+        ingress, asked = self._ingress, self._asked
+        async with ingress.changing:
+            asked.table = ingress.table
+            await super().__call__({**scope, "state": {}}, receive, keep)
+            if held and held[0].get("status") == 200:
+                await ingress.change_adapters(str(asked.scope["path"]), asked.body)
+        for message in held:
+            await send(message)
+
+
+def _version_of(name: str, place: str) -> int | None:
+    """The version of an adapter; None: it cannot be read here, so requests are not routed by it."""
+    found: dict[str, int] = import_module("model.forward.lora").read_versions([f"{name}={place}"])
+    return found.get(name)
 
 
 def _body(body: bytes, *, is_last: bool) -> dict[str, object]:

@@ -3,7 +3,8 @@
 Where several processes share the network, this actor is rank 0 and starts an actor for each of the
 others in the same placement group; they end with it.
 
-Decides: that a replica whose engine has stopped is unhealthy, so that Ray starts another.
+Decides: that a replica whose engine has stopped is unhealthy, so that Ray starts another; that a
+request waits until the adapters are there that the ingress knew when it sent it.
 
 Does not know: the other replicas, and how one of them is chosen.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -30,7 +32,7 @@ from kvcore.wire import Publisher
 from model.async_engine import AsyncEngine, EngineState, NotServingError
 from model.cli.exits import FAILED
 from model.cluster.config import ClusterOptions
-from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Forwarded, Piece
+from model.cluster.forwarded import FIRST_TOKEN, TAKEN, AdapterTable, Forwarded, Piece
 from model.cluster.routing import EVENTS, REPLAY
 from model.cluster.scaling import WAITING
 from model.errors import ModelError
@@ -39,8 +41,11 @@ from model.serve.app import create_app
 if TYPE_CHECKING:  # the driver names this class without loading torch
     from starlette.types import Message
 
+    from model.engine import Engine
     from model.engine_core import EngineCore
+    from model.forward.lora import Adapter
 
+_log = logging.getLogger(__name__)
 REFUSED = "kvcore-refused: "
 """Stands before the line that says why a replica cannot start."""
 
@@ -56,9 +61,12 @@ class Replica:
         self._options = options
         self._others = _start_others(options)
         self._publisher: Publisher | None = None
+        self._following = asyncio.Lock()
+        self._followed_ns = 0
         try:
             start = import_module("model.cli.start")
             engine: EngineCore = start.make_engine(options.model, options.engine, print)
+            engine.prepare_grammars()
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(
@@ -75,6 +83,7 @@ class Replica:
         The request is aborted when Ray cancels this.
         """
         yield TAKEN
+        await self._follow(asked.table)
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
 
@@ -99,6 +108,38 @@ class Replica:
                     held.clear()
         finally:
             running.cancel()
+
+    async def _follow(self, table: AdapterTable | None) -> None:
+        """Load and unload adapters until there are those of a table that is newer than the last.
+
+        Where one cannot be loaded, requests for it are answered as for an unknown model, and the
+        next request tries again.
+        """
+        async with self._following:
+            if table is None or table.changed_ns <= self._followed_ns:
+                return
+            try:
+                await self._load(table)
+            except ModelError as error:
+                _log.warning("an adapter cannot be loaded here: %s", error)
+            else:
+                self._followed_ns = table.changed_ns
+
+    async def _load(self, table: AdapterTable) -> None:
+        engine: Engine = self._engine.engine  # type: ignore[assignment]  # the one that was made
+        for name, version in engine.adapter_versions.items():
+            if name not in table.adapters or table.versions.get(name, version) != version:
+                await self._remove(engine, name)
+        for name in table.adapters.keys() - engine.adapter_versions.keys():
+            text = f"{name}={table.adapters[name][0]}"
+            read = await asyncio.to_thread(engine.read_adapter, text)
+            await self._add(engine, read)
+
+    async def _remove(self, engine: Engine, name: str) -> None:
+        await self._engine.call(lambda _: engine.remove_adapter(name))
+
+    async def _add(self, engine: Engine, read: Adapter) -> None:
+        await self._engine.call(lambda _: engine.add_adapter(read))
 
     async def metrics(self) -> tuple[str, str]:
         """Return the name of the replica, and its metrics as Prometheus reads them."""

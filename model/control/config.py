@@ -206,6 +206,12 @@ class EngineConfig(StepLimits):
         metavar="PATH",
         needs=("peer", "serve_kv"),
     )
+    kv_transport: Literal["auto", "tcp", "nixl"] = setting(
+        "auto",
+        help="tiers: how copies come from peers; auto: over NIXL where both processes have it and "
+        "are on this machine, else over TCP; nixl: over NIXL between machines too",
+        needs=("peer", "serve_kv"),
+    )
     eager: bool = setting(
         False,
         help="run the network's modules eagerly: no CUDA graphs, no tracing, no torch.compile",
@@ -315,7 +321,7 @@ class EngineConfig(StepLimits):
 
     def without_tiers(self) -> "EngineConfig":
         """The same, where nothing but the cache keeps blocks. O(settings)."""
-        names = (*_TIERS, "disk_bytes", "serve_kv", "kv_secret")
+        names = (*_TIERS, "disk_bytes", "serve_kv", "kv_secret", "kv_transport")
         defaults = {one.name: one.default for one in settings_of(EngineConfig) if one.name in names}
         return replace(self, **defaults)  # type: ignore[arg-type]
 

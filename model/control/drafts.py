@@ -53,10 +53,11 @@ def may_have_drafts(request: Request) -> bool:
     """Whether a request can be drawn for several tokens ahead. O(1).
 
     Not where logits depend on the tokens drawn before them by more than the network: penalties
-    count them, and a grammar follows them.
+    count them, a grammar follows them, and bad words end with them.
     """
     params = request.params
-    return params.grammar is None and not params.counts_tokens and not params.min_tokens
+    follows = params.grammar is not None or params.counts_tokens or params.bad_words
+    return not follows and not params.min_tokens
 
 
 def accepted_tokens(

@@ -18,8 +18,16 @@ Form = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 
 FORMS: tuple[Form, ...] = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
 
+ANY_OBJECT = '{"type": "object"}'
+
 _SLASHED = {"/": r"\/", "\n": r"\n"}
 """What a lark grammar writes otherwise inside of an expression."""
+
+WHITE_SPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,8}"
+"""What may stand between the parts of a JSON answer: a space, or a new line and what indents it.
+
+Without a bound a model that is unsure may write white space to the end of its answer.
+"""
 
 _WANTED = f"an object with one of {', '.join(FORMS)}"
 
@@ -77,7 +85,7 @@ class Grammar:
         text = self.text
         match self.form:
             case "json_schema" | "json_object":
-                answer = f"guided_answer: %json {text or _as_json({'type': 'object'})}"
+                answer = f"guided_answer: %json {spaced(text or ANY_OBJECT)}"
             case "regex":
                 slashed = re.sub(r"\\.|[/\n]", lambda one: _SLASHED.get(one[0], one[0]), text)
                 answer = f"guided_answer: /{slashed}/"
@@ -111,6 +119,25 @@ class Grammar:
         if form in {"regex", "lark", "gbnf"} and isinstance(value, str):
             return cls(form, value)
         raise InvalidSettingError("grammar", _WANTED, described)
+
+
+def spaced(schema: str) -> str:
+    """A schema whose white space is bounded, unless its own `x-guidance` says otherwise. O(schema).
+
+    Args:
+        schema: as JSON; what is no schema is returned as it is.
+    """
+    try:
+        read = json.loads(schema)
+        read = {} if read is True else read
+        if isinstance(read, dict):
+            own = {"whitespace_pattern": WHITE_SPACE, **read.get("x-guidance", {})}
+            if own.get("whitespace_flexible") is False:
+                del own["whitespace_pattern"]
+            return json.dumps({**read, "x-guidance": own})
+    except (ValueError, TypeError, RecursionError):  # the compiler says what is wrong
+        pass
+    return schema
 
 
 def _is_text(value: object) -> bool:

@@ -20,6 +20,12 @@ MAX_INT = 2**63 - 1
 MAX_LOGPROBS = 20
 """The largest `logprobs`, as in OpenAI's interface and vLLM."""
 
+MAX_BAD_WORDS = 128
+"""The most `bad_words`."""
+
+MAX_BAD_WORDS_CHARACTERS = 4096
+"""Of all `bad_words` together."""
+
 MAX_TOKEN_ID = 2**32 - 1
 """The largest token id, as kvcore packs them."""
 
@@ -32,14 +38,16 @@ class SamplingParams:
     then top_k, top_p and min_p cut, in this order. A temperature of 0 takes the most likely token
     after the changes. Tokens of equal logits are cut together.
 
-    As in vLLM, `stop` may be one text, `stop` and `stop_token_ids` lists or None, `logit_bias` a
-    dict, and a `top_k` of -1 or 0 means all tokens.
+    As in vLLM, `stop` may be one text, `stop`, `stop_token_ids` and `bad_words` lists or None,
+    `logit_bias` a dict, and a `top_k` of -1 or 0 means all tokens.
 
     Raises:
         InvalidSettingError: a value that is not allowed.
     """
 
-    n: int = setting(1, help="number of outputs for each prompt", least=1, most=1024, flag="")
+    n: int = setting(
+        1, help="number of outputs for each prompt", least=1, most=1024, is_common=True
+    )
     max_tokens: int = setting(
         64,
         help="largest number of tokens to generate for each prompt",
@@ -115,6 +123,11 @@ class SamplingParams:
     stop: tuple[str, ...] = setting(
         (), help="stop string: the text ends before it", least=1, is_common=True
     )
+    bad_words: tuple[str, ...] = setting(
+        (),
+        help="text that is not generated, neither with nor without a space before it",
+        least=1,
+    )
     min_tokens: int = setting(
         0,
         help="smallest number of output tokens: until then no end-of-sequence token and none of "
@@ -156,11 +169,14 @@ class SamplingParams:
             raise InvalidSettingError("grammar", "a Grammar", self.grammar)
         check_settings(self)
         _check_bias(self.logit_bias)
+        _check_bad_words(self.bad_words)
         if self.min_tokens > self.max_tokens:
             wanted = f"at most max_tokens, {self.max_tokens}"
             raise InvalidSettingError("min_tokens", wanted, self.min_tokens)
         if self.min_tokens and self.grammar is not None:
             raise InvalidSettingError("min_tokens", "0 with a grammar", self.min_tokens)
+        if self.bad_words and self.grammar is not None:
+            raise InvalidSettingError("bad_words", "none with a grammar", self.bad_words)
 
     def _as_vllm_takes_them(self) -> dict[str, object]:
         """The fields in whose place vLLM takes other types, as they are here. O(fields)."""
@@ -172,7 +188,7 @@ class SamplingParams:
             made["top_k"] = None
         if isinstance(self.logit_bias, Mapping):
             made["logit_bias"] = tuple(self.logit_bias.items())
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             if isinstance(value, list) or (value is None and name not in made):
                 made[name] = tuple(value or ())
@@ -192,8 +208,21 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether anything is done to its logits before a token is chosen. O(1)."""
-        is_biased = bool(self.logit_bias) or self.min_tokens > 0
+        is_biased = bool(self.logit_bias or self.bad_words) or self.min_tokens > 0
         return is_biased or self.counts_tokens or self.grammar is not None
+
+
+def _check_bad_words(words: tuple[str, ...]) -> None:
+    """Not too many of them, and none of white space alone."""
+    for word in words:
+        if not word.strip():
+            raise InvalidSettingError("bad_words", "a list, each text that is not blank", word)
+    for count, most, what in (
+        (len(words), MAX_BAD_WORDS, "texts"),
+        (sum(map(len, words)), MAX_BAD_WORDS_CHARACTERS, "characters"),
+    ):
+        if count > most:
+            raise InvalidSettingError("bad_words", f"at most {most} {what}", count)
 
 
 def _check_bias(pairs: tuple[object, ...]) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import kvcore
+from model.control.bad_words import BadWords
 from model.control.images import PromptImages
 from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, ModelError, RequestStateError, shown
@@ -98,6 +99,7 @@ class Request:
         client: whose it is; the requests of each client take turns with those of others.
         items: multimodal items of its prompt; a cached prefix is shared only with equal ones.
         images: the images that these are; None: what they are is not known here.
+        bad_words: what its output must not have; None: anything may come.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         max_total_tokens: the most tokens it can come to, its prompt included.
         sequence: its blocks and its tokens while RUNNING, otherwise None.
@@ -122,6 +124,7 @@ class Request:
         "_is_owed",
         "_status",
         "_tokens",
+        "bad_words",
         "boundaries",
         "client",
         "eos_token_ids",
@@ -166,11 +169,13 @@ class Request:
         boundaries: Sequence[int] = (),
         items: Sequence[kvcore.MultimodalItem] = (),
         images: PromptImages | None = None,
+        bad_words: BadWords | None = None,
     ) -> None:
         if len(prompt_tokens) == 0:
             raise InvalidArgumentError("prompt: wanted at least one token, got none")
         self.request_id = request_id
         self.params = params
+        self.bad_words = bad_words
         self.eos_token_ids = eos_token_ids
         self._tokens = _packed(prompt_tokens)
         self._is_owed = False

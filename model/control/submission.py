@@ -80,9 +80,8 @@ class Submission:
 
     Attributes:
         prompt: text, or token ids.
-        params: its sampling parameters.
-        num_samples: the number of outputs; 1: as many as `params.n` says. The prompt is computed
-            once, and each sample is a request of its own.
+        params: its sampling parameters. The prompt is computed once, and each of its `n` samples
+            is a request of its own.
         priority: lower numbers run first.
         client: whose request it is; clients take turns (`control/clients.py`).
         namespace: requests share cached prefixes only within a namespace; its `lora_name` is the
@@ -94,15 +93,11 @@ class Submission:
             of the prefix cache identity only: the runner computes the embeddings of tokens.
         images: the images that its tokens stand for, which the runner computes too; they have items
             of their own.
-
-    Raises:
-        InvalidArgumentError: fewer than one sample.
     """
 
     prompt: Prompt
     params: SamplingParams = SamplingParams()  # noqa: RUF009  # it never changes
     _: KW_ONLY
-    num_samples: int = 1
     priority: int = 0
     client: str | None = None
     namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE
@@ -110,9 +105,3 @@ class Submission:
     boundaries: Sequence[int] = ()
     items: Sequence[kvcore.MultimodalItem] = ()
     images: PromptImages | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise InvalidArgumentError(f"num_samples: wanted at least 1, got {self.num_samples}")
-        if self.num_samples == 1:
-            object.__setattr__(self, "num_samples", self.params.n)

@@ -284,6 +284,11 @@ class Adapters:
         """Of all adapters. O(adapters)."""
         return tuple(self._by_name)
 
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version of each adapter, by its name. O(adapters)."""
+        return {name: adapter.version for name, adapter in self._by_name.items()}
+
     def add(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
         """Let requests ask for an adapter. O(its layers).
 

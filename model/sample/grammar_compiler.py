@@ -13,6 +13,7 @@ passes the trial cannot overflow it here.
 Does not know: requests, steps, logits.
 """
 
+import contextlib
 import json
 import subprocess  # the program is ours
 import sys
@@ -29,7 +30,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from model.control.grammar import Grammar
+from model.control.grammar import ANY_OBJECT, Grammar, spaced
 from model.errors import GrammarError, InvalidSettingError, UnsupportedModelError
 
 _MOST_COMPILED = 256
@@ -95,6 +96,15 @@ class GrammarCompiler:
         self._lock = threading.RLock()  # a cancelled future calls back at once
         self._tokenizing = threading.Lock()
         self._threads = ThreadPoolExecutor(2, "grammar")
+
+    def prepare(self) -> None:
+        """Make the library's tokenizer, where grammars are supported. O(tokens).
+
+        The library holds the GIL meanwhile, half a second for 150,000 tokens, so a server does it
+        before it takes requests.
+        """
+        with contextlib.suppress(UnsupportedModelError):  # a request with a grammar is told
+            self._known_tokens()
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).
@@ -326,9 +336,9 @@ def _source(grammar: Grammar) -> str:
     """
     match grammar.form:
         case "json_schema":
-            return str(LLMatcher.grammar_from_json_schema(grammar.text))
+            return str(LLMatcher.grammar_from_json_schema(spaced(grammar.text)))
         case "json_object":
-            return str(LLMatcher.grammar_from_json_schema('{"type": "object"}'))
+            return str(LLMatcher.grammar_from_json_schema(spaced(ANY_OBJECT)))
         case "regex":
             return str(LLMatcher.grammar_from_regex(grammar.text))
         case "choice":

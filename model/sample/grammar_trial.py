@@ -11,6 +11,7 @@ binary, so it starts in some milliseconds.
 Does not know: the model's tokens, how a grammar is written.
 """
 
+import os
 import sys
 import threading
 from importlib.machinery import ExtensionFileLoader
@@ -33,6 +34,7 @@ def main(library: str, cpu_s: int, memory_bytes: int, stack_bytes: int) -> None:
     llguidance = module_from_spec(spec)
     loader.exec_module(llguidance)
     if sys.platform != "win32":  # there only the caller's time limit applies
+        os.nice(5)  # requests that run come first
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

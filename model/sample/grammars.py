@@ -76,6 +76,10 @@ class Grammars:
         """32-bit words per mask. O(1)."""
         return -(-self._vocab_size // 32)
 
+    def prepare(self) -> None:
+        """Do now what the first grammar would wait for; see `GrammarCompiler.prepare`."""
+        self._compiler.prepare()
+
     def compile(self, grammar: Grammar) -> "Future[Compiled]":
         """Start to compile a grammar on another thread, unless done; from any thread. O(1).
 

@@ -1,8 +1,8 @@
 """From the logits of a step to the tokens of its requests.
 
-Decides: which rows are changed before a token is chosen (penalties, bias, the mask of structured
-outputs, in this order), which rows draw and how, and which log-probabilities are returned. They are
-those of the model: of its unchanged logits.
+Decides: which rows are changed before a token is chosen (penalties, bias, bad words, the mask of
+structured outputs, in this order), which rows draw and how, and which log-probabilities are
+returned. They are those of the model: of its unchanged logits.
 
 Invariants: a step in which every request takes its most likely token, without changes and
 log-probabilities, costs no more than finding those tokens; rows that no captured graph can draw
@@ -138,7 +138,8 @@ class RequestSampler:
     ) -> Drawn:
         """Choose a token for each request. O(requests * vocab_size).
 
-        Nothing is waited for, except for structured outputs: their masks need the last token.
+        Nothing is waited for, except for structured outputs and bad words of several tokens, which
+        need the last token.
 
         Args:
             logits: [num_requests, vocab_size].
@@ -361,6 +362,17 @@ class _Changes:
             at, tokens, values = zip(*pairs, strict=True)
             added = column(values, device, torch.float32).squeeze(-1)
             self._bias = (index_of(at, device), index_of(tokens, device), added)
+        always = [
+            (place, token)
+            for place, request in enumerate(requests)
+            for token in (request.bad_words.always if request.bad_words else ())
+        ]
+        self._barred = _places_of(always, device)
+        self._worded = [
+            (place, request, request.bad_words)
+            for place, request in enumerate(requests)
+            if request.bad_words and request.bad_words.has_longer
+        ]
         self._young = [(place, r) for place, r in enumerate(requests) if r.params.min_tokens]
         guided = [place for place, r in enumerate(requests) if r.params.grammar is not None]
         self._guided = [requests[place] for place in guided]
@@ -383,15 +395,9 @@ class _Changes:
         if self._bias is not None:
             at, tokens, added = self._bias
             some.index_put_((at, tokens), added, accumulate=True)
-        barred = [
-            (place, token)
-            for place, request in self._young
-            if request.num_output_tokens < request.params.min_tokens
-            for token in request.end_token_ids
-        ]
-        if barred:
-            at, tokens = (index_of(one, some.device) for one in zip(*barred, strict=True))
-            some.index_put_((at, tokens), some.new_tensor(-torch.inf))
+        for barred in (self._barred, _places_of(self._barred_now(newest), some.device)):
+            if barred is not None:
+                some.index_put_(barred, some.new_tensor(-torch.inf))
         if self._guided:
             mask = self._grammars.mask(self._guided, newest())
             own = masked(some[self._guided_places], mask.to(some.device, non_blocking=True))
@@ -406,10 +412,36 @@ class _Changes:
             likely.index_put((self._rows,), tokens),
         )
 
+    def _barred_now(self, newest: Callable[[], Mapping[int, int | None]]) -> list[tuple[int, int]]:
+        """The tokens that may not follow those that there are, each with its row."""
+        barred = [
+            (place, token)
+            for place, request in self._young
+            if request.num_output_tokens < request.params.min_tokens
+            for token in request.end_token_ids
+        ]
+        if self._worded:
+            unread = newest()
+            for place, request, words in self._worded:
+                token = unread.get(request.request_id) if request.is_expecting else None
+                output = request.tokens[request.num_prompt_tokens :]
+                barred += [(place, last) for last in words.after(output, token)]
+        return barred
+
     def count(self, tokens: Tensor) -> None:
         """Count the drawn tokens. O(rows)."""
         if self._counting:
             self._counts.add(self._counting, tokens[self._own_rows])
+
+
+def _places_of(
+    pairs: Sequence[tuple[int, int]], device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Rows and tokens as an index; None: there are none. O(pairs)."""
+    if not pairs:
+        return None
+    at, tokens = zip(*pairs, strict=True)
+    return index_of(at, device), index_of(tokens, device)
 
 
 def penalised(

@@ -62,7 +62,7 @@ class OtherRequest(Strict):
         except ValidationError as error:
             every = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
             raise RequestValidationError(every) from error
-        if made.num_samples > 1:
+        if made.n not in {None, 1}:
             raise ApiError(400, f"n: wanted 1 here, got {made.n}", param="n")
         return made
 

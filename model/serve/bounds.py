@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from model.control.params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from model.serve.errors import ApiError
 
 MAX_PROMPTS = 2048
@@ -27,14 +28,19 @@ Many = Annotated[list[_Item], Field(fail_fast=True)]
 _MOST_ENTRIES = {
     "prompt": MAX_TOKENS, "tokens": MAX_TOKENS, "messages": 16_384, "input": 16_384,
     "content": 16_384, "logit_bias": 4096, "stop": 16, "retain": 16,
+    "bad_words": MAX_BAD_WORDS,
 }  # fmt: skip
 _MOST_OF_OTHERS = 1024
 _MOST_CHARACTERS = {
-    "stop": 1024, "guided_choice": 65_536, "guided_json": 65_536, "guided_regex": 65_536,
+    "stop": 1024, "bad_words": MAX_BAD_WORDS_CHARACTERS, "guided_choice": 65_536,
+    "guided_json": 65_536, "guided_regex": 65_536,
     "guided_grammar": 65_536, "json": 65_536, "regex": 65_536, "choice": 65_536,
     "grammar": 65_536,
 }  # fmt: skip
 """Of a text, or of all texts of a list."""
+_MOST_VALUES = 32_768
+_NESTED = ("schema", "json", "guided_json", "tools")
+"""Objects of objects, which are written as JSON again: as many values in all of them together."""
 
 
 def check_sizes(given: Mapping[str, object]) -> None:
@@ -50,6 +56,8 @@ def check_sizes(given: Mapping[str, object]) -> None:
             texts = value if isinstance(value, list) else [value]
             length = sum(len(text) for text in texts if isinstance(text, str))
             _check(name, length, _MOST_CHARACTERS[name], "characters")
+        if name in _NESTED and isinstance(value, list | dict):
+            _check_values(name, value)
     messages = given.get("messages")
     if isinstance(messages, list):
         parts = [message.get("content") for message in messages if isinstance(message, dict)]
@@ -126,6 +134,20 @@ def _checked_text(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_checked_text)]
 """A text that can be cut into tokens."""
+
+
+def _check_values(name: str, value: object) -> None:
+    """Count the values inside of a value, as far as they are allowed."""
+    count, left = 0, [value]
+    while left:
+        each = left.pop()
+        inside = each.values() if isinstance(each, dict) else each
+        if isinstance(inside, Collection):
+            count += len(inside)
+            if count > _MOST_VALUES:
+                wanted = f"wanted at most {_MOST_VALUES} values in all of its lists and objects"
+                raise ApiError(400, f"{name}: {wanted}, got more", param=name)
+            left += [one for one in inside if isinstance(one, list | dict)]
 
 
 def _check(name: str, count: int, most: int, what: str) -> None:

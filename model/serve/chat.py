@@ -43,13 +43,12 @@ class _Messages(EventForm):
             "model": body.model or service.name,
         }  # fmt: skip
         super().__init__(body, service, head, ("chat.completion", "chat.completion.chunk"))
-        self._num_samples = body.num_samples
         self._readers = readers
         self._tells_logprobs = bool(body.logprobs)
 
     def begin(self, stream: TokenStream) -> str:
         said = '"delta":{"role":"assistant","content":""}'
-        firsts = [Delta(number, "", (), None) for number in range(self._num_samples)]
+        firsts = [Delta(number, "", (), None) for number in range(len(stream.samples))]
         prompt = self._prompt_ids(stream, 0)
         return "".join(
             f"{self._begin}{self._plain(each, said, 'null', '')}]{prompt}"
@@ -194,8 +193,7 @@ async def converse(
         names=names,
     )
     readers = [
-        service.reading.open(read_as, lambda: service.new_id("call"))
-        for _ in range(body.num_samples)
+        service.reading.open(read_as, lambda: service.new_id("call")) for _ in range(params.n)
     ]
     response = await answer(request, service, asked, form(body, service, readers))
     return with_warning(response, body)

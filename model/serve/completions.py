@@ -36,7 +36,6 @@ class _Texts(EventForm):
             "model": body.model or service.name,
         }  # fmt: skip
         super().__init__(body, service, head, (kind, kind))
-        self._num_samples = body.num_samples
         self._echoes = list(echoes)
         self._echoed: set[int] = set()
         self._tells_logprobs = body.logprobs is not None
@@ -98,7 +97,8 @@ class _Texts(EventForm):
         if not self._echoes or delta.sample in self._echoed:
             return delta
         self._echoed.add(delta.sample)
-        text, tokens = self._echoes[delta.sample // self._num_samples], delta.tokens
+        per_prompt = len(stream.samples) // len(self._echoes)
+        text, tokens = self._echoes[delta.sample // per_prompt], delta.tokens
         if self._tells_logprobs:
             request = stream.samples[delta.sample].request
             tokens = (SampledToken(request.tokens[0]), *request.prompt_logprobs, *tokens)

@@ -80,6 +80,12 @@ class ServeConfig:
         help="largest number of waiting requests; further ones are refused with status 429",
         least=0,
     )
+    client_by: Literal["address", "user"] = setting(
+        "address",
+        help="clients take turns; whose a request is where there are not several API keys: the "
+        "address that it comes from (of IPv6 the first 64 bits), or its field user, for a server "
+        "behind a proxy that sets the field",
+    )
     strict_fields: bool = setting(
         False,
         help="refuse a request with an unknown field, in place of ignoring the field and naming it "

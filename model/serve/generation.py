@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import ipaddress
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -234,8 +235,9 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
         ApiError: it is refused, or fails before anything was sent.
     """
     _check_logprobs(asked, service)
-    client = _client_by_key(request, service)
-    submissions = [replace(one, client=client or one.client) for one in asked.submissions]
+    submissions = [
+        replace(one, client=_client_of(request, service, one.client)) for one in asked.submissions
+    ]
     try:
         stream = await _submitted(request, service, submissions)
     except ModelError as error:
@@ -262,12 +264,27 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
         return StreamingResponse(_chained(first, second, parts), media_type="application/json")
 
 
-def _client_by_key(request: Request, service: Service) -> str | None:
-    """Whose request it is, where clients have keys of their own; the gate has checked the key."""
-    if len(service.config.api_keys) < 2:
+def _client_of(request: Request, service: Service, user: str | None) -> str | None:
+    """Whose a request is, for the order of the scheduler; None: nothing tells.
+
+    A caller can invent names and, with the 2**64 addresses of an IPv6 network, addresses too; it
+    cannot invent keys.
+    """
+    if len(service.config.api_keys) > 1:  # the key itself is not passed on
+        key = given_key(request.headers)
+        return f"key {hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
+    if service.config.client_by == "user" and user is not None:
+        return f"user {user}"
+    if request.client is None:
         return None
-    key = given_key(request.headers)
-    return f"key {hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:  # of a Unix socket
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        whole = address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False)
+        return str(whole)
+    return str(address)
 
 
 async def _submitted(

@@ -31,7 +31,7 @@ def num_entries(asked: Submission, max_model_len: int) -> int:
     """The most log-probabilities that an answer may have. O(1)."""
     params, count = asked.params, 0
     if params.logprobs is not None:
-        num_tokens = asked.num_samples * min(params.max_tokens, max_model_len)
+        num_tokens = params.n * min(params.max_tokens, max_model_len)
         count = num_tokens * (1 + params.logprobs)
     if params.prompt_logprobs is not None:  # a token has at least one character, but for a few
         num_tokens = min(len(asked.prompt) + 8, max_model_len)

@@ -294,6 +294,9 @@ class _Counts(Collector):
             "kv_peer_connections", "Connections of peers; each has two.", stats.num_connections
         )
         yield self._counter("kv_peer_served_copies", "Copies sent to peers.", stats.num_served)
+        yield self._counter(
+            "kv_peer_read_copies", "Those that peers have read over NIXL.", stats.num_read
+        )
         yield self._counter("kv_peer_served_bytes", "Their bytes.", stats.served_bytes)
         yield self._counter(
             "kv_peer_missing_copies", "Copies asked for that were not there.", stats.num_missing

@@ -55,6 +55,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         start = import_module("model.cli.start")  # torch is loaded on the engine's thread
         import_module("model.serve.reading")  # likewise, Transformers
         made: EngineCore = start.make_engine(options.model, options.engine, say)
+        made.prepare_grammars()
         return made
 
     engine = AsyncEngine(

@@ -119,7 +119,7 @@ class StructuredOutputs(Strict):
 
 
 _UNSUPPORTED_ANYWHERE: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": (), "bad_words": ([],), "truncate_prompt_tokens": (), "documents": ([],),
+    "allowed_token_ids": (), "truncate_prompt_tokens": (), "documents": ([],),
     "prompt_embeds": (), "use_beam_search": (False,), "chat_template": (),
     "include_stop_str_in_output": (False,), "lora_request": (),
 }  # fmt: skip
@@ -157,6 +157,7 @@ class GenerationRequest(Strict):
     seed: int | None = None
     stop: Text | Many[Text] | None = None
     stop_token_ids: Many[int] | None = None
+    bad_words: Many[Text] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
@@ -185,11 +186,6 @@ class GenerationRequest(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: bool | None = None
-
-    @property
-    def num_samples(self) -> int:
-        """How many answers are wanted. O(1)."""
-        return 1 if self.n is None else self.n
 
     @property
     def grammar_field(self) -> str:
@@ -235,7 +231,6 @@ class GenerationRequest(Strict):
         return Submission(
             prompt,
             params,
-            num_samples=self.num_samples,
             priority=self.priority or 0,
             client=self.user,
             namespace=salted(self.cache_salt or "", lora_name),
@@ -290,7 +285,7 @@ class GenerationRequest(Strict):
         for name in self.unknown_fields if is_strict else ():
             raise ApiError(400, f"{name}: unknown field", param=name, code="unknown_field")
         refuse_unsupported(self, self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE)
-        if not 1 <= self.num_samples <= MAX_SAMPLES:
+        if self.n is not None and not 1 <= self.n <= MAX_SAMPLES:
             raise ApiError(400, f"n: wanted 1 to {MAX_SAMPLES}, got {self.n}", param="n")
         if self.stream_options is not None and not self.stream:
             raise ApiError(
@@ -323,6 +318,7 @@ class GenerationRequest(Strict):
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given: dict[str, object] = {
+            "n": self.n,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -330,6 +326,7 @@ class GenerationRequest(Strict):
             "seed": self.seed,
             "stop": tuple(stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "bad_words": None if self.bad_words is None else tuple(self.bad_words),
             "max_tokens": max_tokens,
             "min_tokens": self.min_tokens,
             "presence_penalty": self.presence_penalty,

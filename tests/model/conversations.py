@@ -91,8 +91,9 @@ class Agents:
                 most = self._draw.choice([4, 8, 12, 30])
                 asked = Submission(
                     prompt,
-                    SamplingParams(max_tokens=most, ignore_eos=True),
-                    num_samples=self._draw.choice([1, 1, 1, 1, 2]),
+                    SamplingParams(
+                        n=self._draw.choice([1, 1, 1, 1, 2]), max_tokens=most, ignore_eos=True
+                    ),
                     priority=self._draw.randrange(2),
                 )
                 for request in self.engine.submit(asked):

@@ -95,7 +95,7 @@ class ByteCodec:
     response_template = None
     model_type = ""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def encode_chat(self, messages, *, opens_answer=True, options=None):

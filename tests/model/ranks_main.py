@@ -14,6 +14,7 @@ import json
 import os
 import runpy
 import sys
+from dataclasses import replace
 
 import torch
 from transformers.utils import logging
@@ -147,7 +148,7 @@ def odd(ranks: Ranks) -> None:
     if ranks.leads:
         for number in range(3):
             params = SamplingParams(max_tokens=12, temperature=0.5 * number, seed=7)
-            engine.submit(Submission(list(range(20)), params, num_samples=2))
+            engine.submit(Submission(list(range(20)), replace(params, n=2)))
             engine.submit(Submission([5] * 9, params))
             left = engine.submit(Submission([6] * 9, params))
             engine.step()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_samples_of_several_prompts_are_numbered_through_and_queued_all_or_none(
     async def main():
         async with AsyncEngine(engine) as served:
             async with await served.submit(
-                *[Submission(text, LONG, num_samples=2) for text in ("ab", "cd")]
+                *[Submission(text, replace(LONG, n=2)) for text in ("ab", "cd")]
             ) as stream:
                 assert [sample.number for sample in stream.samples] == [0, 1, 2, 3]
                 assert stream.num_prompt_tokens == 4
@@ -127,8 +128,8 @@ def test_no_more_may_wait_than_may(engine):
         async with served:
             seats = engine.config.max_num_seqs
             with pytest.raises(InvalidArgumentError, match="n: wanted at most"):
-                await served.submit(Submission("x", LONG, num_samples=seats + 2))
-            async with await served.submit(Submission("x", LONG, num_samples=seats + 1)):
+                await served.submit(Submission("x", replace(LONG, n=seats + 2)))
+            async with await served.submit(Submission("x", replace(LONG, n=seats + 1))):
                 with pytest.raises(QueueFullError, match="max_waiting"):
                     await served.add("y", LONG)
             async with await served.add("y", SamplingParams(max_tokens=1)) as stream:

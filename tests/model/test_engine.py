@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_s
     requests = [
         request
         for seed in (3, 4)
-        for request in alone.submit(Submission(PROMPT, drawn(seed), num_samples=4))
+        for request in alone.submit(Submission(PROMPT, replace(drawn(seed), n=4)))
     ]
     while alone.has_unfinished:
         alone.step()
@@ -142,7 +143,7 @@ def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_s
     others = [
         request
         for seed in (3, 4)
-        for request in engine.submit(Submission(PROMPT, drawn(seed), num_samples=4))
+        for request in engine.submit(Submission(PROMPT, replace(drawn(seed), n=4)))
     ]
     while engine.has_unfinished:
         engine.step()
@@ -155,8 +156,10 @@ def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_s
 
 
 def test_a_number_of_samples_below_one_is_refused():
-    with pytest.raises(InvalidArgumentError, match="num_samples: wanted at least 1, got 0"):
-        make().submit(Submission(PROMPT, num_samples=0))
+    with pytest.raises(InvalidArgumentError, match="n: wanted an integer from 1 to 1024, got 0"):
+        SamplingParams(n=0)
+    with pytest.raises(InvalidArgumentError, match="n: add_request continues a prompt once"):
+        make().add_request(PROMPT, SamplingParams(n=2))
 
 
 def test_blocks_that_were_swapped_out_come_back_as_they_were():
@@ -225,12 +228,12 @@ def test_a_step_is_sent_before_the_tokens_of_the_last_one_are_read(is_async, mon
 
 def test_more_samples_than_seats_are_read_at_once_in_any_case(is_async):
     engine = make(max_num_seqs=2)
-    requests = engine.submit(Submission(PROMPT, drawn(3), num_samples=4))
+    requests = engine.submit(Submission(PROMPT, replace(drawn(3), n=4)))
     assert len(engine.step()) == 2  # the others found no seat
     while engine.has_unfinished:
         engine.step()
     other = make()
-    again = other.submit(Submission(PROMPT, drawn(3), num_samples=4))
+    again = other.submit(Submission(PROMPT, replace(drawn(3), n=4)))
     while other.has_unfinished:
         other.step()
     assert [r.output_tokens for r in requests] == [r.output_tokens for r in again]

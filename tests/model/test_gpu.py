@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -348,7 +349,7 @@ def test_samples_that_fork_on_a_gpu_draw_what_they_draw_alone():
     tokens = []
     for sizes in ({}, {"max_num_seqs": 1}):
         engine = Engine(model, backend, EngineConfig(num_blocks=60, block_size=4, **sizes))
-        requests = engine.submit(Submission(PROMPTS[0], params, num_samples=4))
+        requests = engine.submit(Submission(PROMPTS[0], replace(params, n=4)))
         while engine.has_unfinished:
             engine.step()
         assert engine.stats.num_forks == (0 if sizes else 3)

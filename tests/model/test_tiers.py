@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_many_at_once_with_chunks_samples_and_preemptions_give_the_same(is_async
         assert [g.request.output_tokens for g in got] == [o.request.output_tokens for o in large]
     assert small.stats.num_preemptions > 0
     assert small.tiers.stats.num_loads > 0
-    samples = small.submit(Submission(prompts[0], GREEDY, num_samples=3))
+    samples = small.submit(Submission(prompts[0], replace(GREEDY, n=3)))
     while small.has_unfinished:
         small.step()
     assert len({tuple(request.output_tokens) for request in samples}) == 1
@@ -395,7 +396,8 @@ def test_a_folder_has_one_process_and_replicas_a_folder_each(tmp_path):
         one.end()
 
 
-def test_bad_input_names_its_setting(tmp_path):
+def test_bad_input_names_its_setting(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl._api", None)  # as if it were not installed
     (tmp_path / "file").touch()
     for fields, wanted in [
         ({"disk": tmp_path / "file"}, "^disk: .*cannot be used: Not a directory"),
@@ -409,6 +411,8 @@ def test_bad_input_names_its_setting(tmp_path):
         ({"serve_kv": "127.0.0.1:0"}, "^serve_kv: has no effect without host_memory_bytes or disk"),
         ({"peer": ("a:1",), "kv_secret": tmp_path / "file"}, "^kv_secret: wanted a file of at lea"),
         ({"peer": ("a:1",), "kv_secret": tmp_path / "none"}, "^kv_secret: .*No such file"),
+        ({"kv_transport": "tcp"}, "^kv_transport: has no effect without peer or serve_kv"),
+        ({"peer": ("[::1]:1",), "kv_transport": "nixl"}, r"^kv_transport: wanted NIXL \(pip inst"),
     ]:
         with pytest.raises(InvalidArgumentError, match=wanted):
             make(**fields)
@@ -497,6 +501,17 @@ def test_what_a_peer_has_computed_is_loaded_and_gives_the_same_tokens(kind, peer
         second.empty_cache(enable_caching=True)  # its host memory, too: and the peer is not asked
         assert run(second, prompts) == wanted
         assert first.tiers.server.stats.num_served == served
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_copies_of_a_peer_are_read_over_nixl_where_both_have_it(transport, peers):
+    pytest.importorskip("nixl._api", reason="NIXL is not installed: pip install nixl")
+    prompts = [*turns(3, 3)]
+    first, second, wanted = peers(prompts, kv_transport=transport)
+    assert run(second, prompts) == wanted
+    stats = first.tiers.server.stats
+    assert stats.num_read == (stats.num_served if transport == "auto" else 0)
+    assert second.tiers.tiers.tiers[-1].stats.num_hits == stats.num_served > 0
 
 
 def test_a_peer_that_goes_away_costs_nothing_but_its_copies(peers):

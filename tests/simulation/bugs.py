@@ -371,7 +371,7 @@ class ForgetsPriorities(TwinCore):
 
     def submit(self, asked):
         requests = super().submit(asked)
-        self._said[-1] = type(asked)(self._said[-1].prompt, asked.params, asked.num_samples)
+        self._said[-1] = type(asked)(self._said[-1].prompt, asked.params)
         return requests
 
 

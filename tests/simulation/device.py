@@ -69,7 +69,7 @@ class Texts:
     def __init__(self):
         self.codec = self
 
-    def encode(self, text):
+    def encode(self, text, *, adds_special_tokens=True):
         return [1 + ord(letter) % (VOCABULARY - 1) for letter in text]
 
     def encode_chat(self, messages, *, opens_answer=True, options=None):

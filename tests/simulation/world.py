@@ -264,12 +264,11 @@ class Run:
 
     def _submission(self, ask):
         params = SamplingParams(
-            max_tokens=ask.max_tokens, ignore_eos=ask.ignores_eos, stop=ask.stop
+            n=ask.num_samples, max_tokens=ask.max_tokens, ignore_eos=ask.ignores_eos, stop=ask.stop
         )
         return Submission(
             list(ask.prompt),
             params,
-            num_samples=ask.num_samples,
             priority=ask.priority,
             client=ask.client,
             namespace=salted(ask.salt),

@@ -69,7 +69,7 @@ CONFIGS = {
 class Wordless:
     """A codec of a network without a tokenizer: the text of a token is its number."""
 
-    def encode(self, text):
+    def encode(self, text, *, adds_special_tokens=True):
         raise ValueError(f"wanted token ids, dummy weights have no words; got {text!r}")
 
     def decode(self, tokens):

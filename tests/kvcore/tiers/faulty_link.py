@@ -17,10 +17,11 @@ class FaultyLink:
     `faults` says what becomes of the next answers and news; None: they come.
     """
 
-    def __init__(self, other, secret):
-        self.other, self.secret = other, secret
+    def __init__(self, other, secret, memory=None):
+        self.other, self.secret, self.memory = other, secret, memory
         self.server = None
         self.faults = []
+        self.channels = []
         self.num_cleared = 0
         self.answers = [b"an answer of before"]
 
@@ -29,8 +30,16 @@ class FaultyLink:
         if self.take_fault() == "lost":
             raise ConnectionRefusedError
         if self.server is None or self.server.manager is not self.other.tiers:
-            self.server = PeerServer(self.other.tiers, self.secret)
-        return FaultyChannel(self, self.server)
+            self.server = PeerServer(self.other.tiers, self.secret, self.memory)
+            self.server.share()
+        self.channels.append(FaultyChannel(self, self.server))
+        return self.channels[-1]
+
+    def end_all(self):
+        """The process that asks has ended, so its connections have."""
+        for channel in self.channels:
+            channel.close()
+        self.channels = []
 
     def take_fault(self):
         return self.faults.pop(0) if self.faults else None
@@ -50,7 +59,12 @@ class FaultyChannel:
         check_deadline(deadline_s)
         self.check_there()
         data = b"".join(pieces)
+        if self.session.is_read and data == link.READ:
+            self.session.is_read = False
+            return
         if self.session.purpose:
+            if self.session.is_read:
+                raise BrokenError("P38: a peer asks on before it has read a copy")
             _, key, _ = link.QUESTION.unpack(data)
             if key[3] & 128:
                 raise BrokenError("P37: a peer is asked for a content with a salt")

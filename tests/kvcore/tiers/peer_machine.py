@@ -10,6 +10,7 @@ from hypothesis.stateful import initialize, rule
 
 from kvcore import tiers
 from kvcore.tiers import PeerServer, PeerSession, link
+from tests.kvcore.tiers import faulty_memory
 from tests.kvcore.tiers.faulty_disk import BrokenError
 from tests.kvcore.tiers.faulty_link import FAULTS, FaultyLink
 from tests.kvcore.tiers.machine import GROUPS, NUM_BYTES, PROMPTS, SALTS, TierMachine, Watched
@@ -22,7 +23,19 @@ class WatchedPeer(Watched):
 
     def get(self, key, length):
         is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()
+        machine, num_read = self.machine, self.tier.num_read
+        machine.shared.has_failed = False
+        may_come = machine.may_come(key)
         payload = self.tier.get(key, length)
+        has_failed = machine.shared.has_failed
+        if has_failed and self.tier.stats.faults.total() == faults:
+            raise BrokenError("P37: memory of a peer could not be read, and that is not counted")
+        if has_failed and may_come and is_there and payload is None:
+            raise BrokenError("P24: a copy was lost because memory of a peer could not be read")
+        machine.had_failed |= self.tier.stats.faults.total() != faults
+        could_be_read = machine.reads and may_come and not machine.had_failed
+        if could_be_read and payload is not None and self.tier.num_read == num_read:
+            raise BrokenError("P24: a copy was sent that could have been read")
         if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
             raise BrokenError("P37: a peer's answer was believed, and is of something else")
         if payload is not None and key in self.machine.forgotten:
@@ -46,20 +59,28 @@ class PeerMachine(TierMachine):
         host=st.booleans(),
         records=st.integers(1, 3),
         segments=st.sampled_from([9, 14]),
+        reads=st.booleans(),
     )
-    def begin(self, groups, host, records, segments):
+    def begin(self, groups, host, records, segments, reads=False):
         self.other = TierMachine()
         self.other.begin(groups, not host, records, 14)
-        self.link = FaultyLink(self.other, SECRET)
+        self.shared, self.reads = faulty_memory.FaultyMemoryLink(), reads
+        self.link = FaultyLink(self.other, SECRET, self.shared if reads else None)
         self.forgotten = set()  # may not be asked for from this process of the other
         self.resets_late = False
         super().begin(groups, host, records, segments)
 
     def further_tiers(self):
         self.forgotten = set()
+        self.link.end_all()
         made = self.peer_tier(
-            "127.0.0.1:1", secret=SECRET, connect=self.link.connect, has_thread=False
+            "127.0.0.1:1",
+            secret=SECRET,
+            connect=self.link.connect,
+            memory=self.shared,
+            has_thread=False,
         )
+        self.had_failed = False
         self.peer = WatchedPeer(made, self)
         return [self.peer]
 
@@ -71,9 +92,30 @@ class PeerMachine(TierMachine):
         if hears:
             self.hear()
 
+    def may_come(self, key):
+        """Whether nothing but its memory can keep the other from serving a copy."""
+        tiers_there = self.other.tiers.tiers
+        return (
+            not self.link.faults
+            and self.link.server is not None
+            and self.link.server.manager is self.other.tiers
+            and self.peer.tier._process == self.link.server.process
+            and tiers_there[0].meanwhile is None
+            and any(key in one.tier._entries for one in tiers_there)
+            and not self.other.disk.read_faults
+        )
+
+    @rule(faults=st.lists(st.sampled_from([None, None, *faulty_memory.FAULTS]), max_size=4))
+    def the_memory_misbehaves(self, faults):
+        self.shared.faults = faults
+
     @rule()
     def hear(self):
+        self.peer.tier._resets.clear()  # here they all come at once
+        before = self.peer.tier._news
         self.peer.hear()
+        if self.peer.tier._news is not before:
+            self.had_failed = False
         if not self.link.faults and self.peer.stats.is_enabled:
             others = {key for tier in self.other.tiers.tiers for key in tier.tier._entries}
             if not self.peer._known <= others:

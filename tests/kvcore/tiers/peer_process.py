@@ -1,8 +1,10 @@
 """`python -m tests.kvcore.tiers.peer_process HOST:PORT`: a process that serves the KV of a prompt.
 
-With a second argument it dies by SIGKILL in the middle of an answer: after so many whole ones.
+With `--die N` it dies by SIGKILL in the middle of an answer: after N whole ones. With `--nixl` its
+copies are read over NIXL.
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -43,17 +45,17 @@ def compute(kv, memory, seq):
     kv.commit(seq, len(PROMPT) - seq.num_computed_tokens)
 
 
-def serve(address, host_bytes=1 << 26, weights="9f3c", secret=SECRET):
+def serve(address, host_bytes=1 << 26, weights="9f3c", secret=SECRET, memory=None):
     """A server that has the prompt, and one of a tenant."""
-    kv, memory, made = begin([tiers.HostTier(host_bytes)], weights)
+    kv, device, made = begin([tiers.HostTier(host_bytes)], weights)
     for salt in (b"", b"tenant"):
         seq = kv.open(PROMPT, namespace=kvcore.Namespace(salt=salt))
-        compute(kv, memory, seq)
+        compute(kv, device, seq)
         kv.close(seq)
     while (job := made.begin_store()) is not None:
         job.run()
         made.finish_store(job)
-    server = tiers.PeerServer(made, secret)
+    server = tiers.PeerServer(made, secret, memory)
     server.listen(address)
     return server
 
@@ -75,9 +77,15 @@ def die_in_the_middle(num_whole):
 
 
 def main():
-    if len(sys.argv) > 2:
-        die_in_the_middle(int(sys.argv[2]))
-    sys.stdout.write(f"{serve(sys.argv[1]).address}\n")
+    made = argparse.ArgumentParser()
+    made.add_argument("address")
+    made.add_argument("--die", type=int)
+    made.add_argument("--nixl", action="store_true")
+    options = made.parse_args()
+    if options.die is not None:
+        die_in_the_middle(options.die)
+    memory = tiers.Nixl(is_same_machine=True) if options.nixl else None
+    sys.stdout.write(f"{serve(options.address, memory=memory).address}\n")
     sys.stdout.flush()
     sys.stdin.read()
 

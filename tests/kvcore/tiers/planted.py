@@ -165,3 +165,22 @@ plant("a_peer_is_waited_for_without_end", "P41", "peer_serves", peer.PeerTier, "
       "time.monotonic() + _ANSWER_S", 'float("inf")')  # fmt: skip
 plant("what_a_peer_has_evicted_is_still_asked_for", "P21", "peer_evicts", peer.PeerTier, "_apply",
       "self._known.difference_update(went)", "pass")  # fmt: skip
+
+# A peer's memory is read, and whatever fails there costs only time.
+
+plant("memory_of_a_peer_is_never_read", "P24", "peer_is_read", peer.PeerTier, "_begin",
+      "self._reads = self._reader is not None", "pass")  # fmt: skip
+plant("copies_that_are_read_have_no_checksum", "P37", "peer_is_read", peer.PeerTier, "_ask",
+      "if checksum_of(payload) != header.checksum:", "if False:")  # fmt: skip
+plant("a_copy_that_cannot_be_read_is_lost", "P24", "peer_is_read", peer.PeerTier, "_read",
+      "return self._ask(key, length)", "return None")  # fmt: skip
+plant("failures_of_memory_are_not_counted", "P37", "peer_is_read", peer.PeerTier, "_read",
+      "self.stats.faults[fault] += 1", "pass")  # fmt: skip
+# ai-dynamo/nixl: a transfer that was given up may still write where it was to.
+plant("a_reader_that_has_failed_is_used_again", "P38", "peer_is_read", peer.PeerTier, "_read",
+      "self._close_reader()", "pass")  # fmt: skip
+plant("a_peer_asks_on_before_it_has_read", "P38", "peer_is_read", peer.PeerTier, "_receive",
+      "channel.send([READ], deadline_s)", "pass")  # fmt: skip
+plant("memory_is_read_without_a_deadline", "P41", "peer_is_read", peer.PeerTier, "_receive",
+      "reader.read(self._place, length, deadline_s)",
+      'reader.read(self._place, length, float("inf"))')  # fmt: skip

@@ -6,13 +6,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
 import kvcore
 from kvcore import tiers
 from kvcore.tiers import peer as peer_module
+from kvcore.tiers import peer_server
 from tests.kvcore.tiers.kills import ROOT
 from tests.kvcore.tiers.peer_process import BLOCK_BYTES, PROMPT, SECRET, begin, compute, serve
 
@@ -38,9 +39,9 @@ def until(is_true):
         threading.Event().wait(0.002)
 
 
-def asking(address, *, secret=SECRET, weights="9f3c", further=()):
+def asking(address, *, secret=SECRET, weights="9f3c", further=(), memory=None):
     """A manager with a peer, and the peer."""
-    tier = tiers.PeerTier(address, secret=secret)
+    tier = tiers.PeerTier(address, secret=secret, memory=memory)
     return *begin([*further, tier], weights), tier
 
 
@@ -78,7 +79,7 @@ def test_a_prompt_that_another_process_has_computed_is_loaded():
 
 
 def test_a_peer_that_is_killed_in_the_middle_of_an_answer_costs_nothing_but_the_load():
-    with another_process("127.0.0.1:0", 3) as (dying, address):
+    with another_process("127.0.0.1:0", "--die", 3) as (dying, address):
         kv, memory, made, tier = asking(address)
         until(lambda: tier.stats.num_records == WHOLE)
         seq = load(kv, made)
@@ -164,6 +165,42 @@ def test_a_stranger_that_sends_anything_is_hung_up_on():
         with suppress(ConnectionResetError):
             assert not stranger.recv(1000)
     until(lambda: server.stats.num_connections == 0)
+    server.close()
+
+
+def test_silent_connections_keep_no_peer_out(monkeypatch):
+    monkeypatch.setattr(peer_server, "_HANDSHAKE_S", 60.0)
+    server = serve("127.0.0.1:0")
+    at = tiers.parse_address("", server.address)
+    _, _, before, known = asking(server.address)
+    until(lambda: known.stats.num_records == WHOLE)
+    with ExitStack() as silent:
+        for _ in range(2 * peer_server._MAX_CONNECTIONS):
+            silent.enter_context(socket.create_connection(at))
+        until(lambda: server.stats.num_connections == peer_server._MAX_CONNECTIONS)
+        kv, memory, made, tier = asking(server.address)
+        until(lambda: tier.stats.num_records == WHOLE)
+        check(kv, memory, load(kv, made))
+        assert tier.stats.num_hits == WHOLE
+        assert known.stats.is_enabled  # it had shown that it is one, so it has not been closed
+        assert server.stats.num_connections == peer_server._MAX_CONNECTIONS
+    before.close()
+    made.close()
+    until(lambda: server.stats.num_connections == 0)
+    server.close()
+
+
+def test_a_peer_that_forgets_all_again_and_again_is_left_alone(monkeypatch):
+    """Each time, loads that run here are given up, those of other tiers too."""
+    monkeypatch.setattr(
+        tiers.PeerSession, "news", lambda _: tiers.link.encode_news([], [], is_new=True)
+    )
+    server = serve("127.0.0.1:0")
+    _, _, made, tier = asking(server.address)
+    until(lambda: tier.stats.faults["stale"] == 2)
+    assert tier.epoch == peer_module._MAX_RESETS + 2  # each of the last two ended a connection
+    assert tier._pause_s(0) == 4.0
+    made.close()
     server.close()
 
 

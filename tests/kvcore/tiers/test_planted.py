@@ -9,6 +9,7 @@ import kvcore
 from tests.kvcore.sabotage.registry import _with_edit
 from tests.kvcore.tiers.faulty_disk import READS, WRITES, BrokenError
 from tests.kvcore.tiers.faulty_link import FAULTS
+from tests.kvcore.tiers.faulty_memory import FAULTS as MEMORY_FAULTS
 from tests.kvcore.tiers.machine import GROUPS, SALTS, TierMachine, prompt
 from tests.kvcore.tiers.peer_machine import PeerMachine
 from tests.kvcore.tiers.planted import PLANTED
@@ -212,7 +213,31 @@ def peer_evicts(life):
         life.serve(prompt(15, 4), b"", stores=False)
 
 
-PEER_STORIES = (peer_serves, peer_misbehaves, peer_is_a_stranger, peer_resets, peer_evicts)
+def peer_is_read(life):
+    peer_serves(life)
+    for kind in (None, *MEMORY_FAULTS):
+        for before in range(3):
+            life.the_link_misbehaves(["lost"])
+            life.hear()
+            life.the_other_serves(prompt(15, before), b"", hears=True)
+            life.the_memory_misbehaves([*[None] * before, kind, None, kind])
+            life.disk.files.clear()
+            life.was_sound = False
+            life.restart("killed", "a", 1, 0)
+            life.hear()
+            for fork in (before, before + 1):
+                life.serve(prompt(15, fork), b"", stores=False)
+                life.the_other_serves(prompt(15, fork + 2), b"", hears=True)
+
+
+PEER_STORIES = (
+    peer_is_read,
+    peer_serves,
+    peer_misbehaves,
+    peer_is_a_stranger,
+    peer_resets,
+    peer_evicts,
+)
 
 STORIES = (  # the short ones find most
     restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
@@ -224,9 +249,10 @@ STORIES = (  # the short ones find most
 def lives(stories):
     for story in stories:
         machine = PeerMachine if story in PEER_STORIES else TierMachine
+        more = (True,) if story is peer_is_read else ()
         for number, groups in enumerate(GROUPS):
-            yield story, machine(), groups, number & 1, 1, 9
-            yield story, machine(), groups, not number & 1, 3, 14
+            yield story, machine(), groups, number & 1, 1, 9, *more
+            yield story, machine(), groups, not number & 1, 3, 14, *more
 
 
 def hunt(stories):

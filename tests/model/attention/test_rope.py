@@ -121,9 +121,7 @@ def test_where_generate_does_not_compute_again_a_text_that_would_grow_is_refused
 def test_samples_of_a_growing_prompt_have_its_factors():
     model, dense = clear_case("Phi3Config", "longrope")
     engine = engine_of(model)
-    samples = engine.submit(
-        Submission(TEXT[:35], SamplingParams(max_tokens=NUM_TOKENS), num_samples=3)
-    )
+    samples = engine.submit(Submission(TEXT[:35], SamplingParams(max_tokens=NUM_TOKENS, n=3)))
     while engine.has_unfinished:
         engine.step()
     assert [sample.output_tokens for sample in samples] == [dense[1]] * 3

@@ -50,8 +50,8 @@ def test_every_flag_arrives():
     assert options.output == OutputOptions(stream=True)
     first, second = read_prompts(options, None)
     assert (first.text, second.text) == ("a", "b")
-    assert (first.samples.n, second.samples.n) == (11, 11)
     assert first.params == SamplingParams(
+        n=11,
         max_tokens=3,
         temperature=0.5,
         top_k=4,
@@ -195,7 +195,7 @@ def test_a_prompt_that_says_nothing_is_one_error(argv, message):
     [
         ('{"prompt": "a"', r"jsonl line 2: not JSON: .* at column 15"),
         ('["a"]', "line 2: wanted an object with a prompt, got list"),
-        ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, cache_salt, "),
+        ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, bad_words, "),
         ('{"max_tokens": 3}', "line 2: wanted a prompt that is not empty, got None"),
         ('{"prompt": 3}', "line 2: wanted a prompt that is not empty, got 3"),
         ('{"prompt": "a", "top_p": "x"}', "line 2: top_p has no effect"),
@@ -240,7 +240,7 @@ def test_a_line_says_how_often_and_how_soon_over_the_command_line(tmp_path):
     lines = [{"prompt": "a", "n": 2, "priority": -3}, {"prompt": "b", "n": None}]
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     specs = read("--prompts-file", str(file), "--temperature", "1", "--n", "4")
-    assert [(spec.samples.n, spec.samples.priority) for spec in specs] == [(2, -3), (4, 0)]
+    assert [(spec.params.n, spec.beside.priority) for spec in specs] == [(2, -3), (4, 0)]
 
 
 def test_a_line_has_a_bias_by_token_and_a_grammar(tmp_path):
@@ -257,7 +257,7 @@ def test_what_is_kept_longer_is_said_by_a_flag_or_a_line(tmp_path):
     lines = [{"prompt": "a"}, {"prompt": "b", "retain": ["3:9@7/1000", "0:"]}]
     file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "c", "retain": "1:2"}])))
     found = [
-        [one.retention for one in spec.samples.retain]
+        [one.retention for one in spec.beside.retain]
         for spec in read("--prompts-file", str(file), "--retain", "0:512", "--retain", "5:6@2")
     ]
     assert found == [

@@ -1,12 +1,14 @@
 """Flags are made from declared settings: their names, values, errors and help."""
 
 import dataclasses
+from functools import partial
 from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.bench import MEASUREMENTS, bench_flags
 from model.chat import chat_flags
 from model.cli.args import run_flags
 from model.cli.settings import Flags
@@ -14,6 +16,8 @@ from model.cluster.args import cluster_flags
 from model.control.settings import check_settings, setting, settings_of
 from model.errors import UsageError
 from model.serve.args import serve_flags
+
+BENCHES = [partial(bench_flags, name) for name in MEASUREMENTS if name != "serve"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,7 @@ def test_help_has_the_settings_that_are_declared_common(capsys):
     assert "--share" not in out
 
 
-@pytest.mark.parametrize("command", [run_flags, serve_flags, cluster_flags, chat_flags])
+@pytest.mark.parametrize("command", [run_flags, serve_flags, cluster_flags, chat_flags, *BENCHES])
 def test_a_commands_help_fits_on_a_few_screens(command, capsys):
     sizes = []
     for argument in ("--help", "--help-all"):

@@ -4,6 +4,7 @@ Its errors are played too, whether or not it is installed.
 """
 
 import asyncio
+import copy
 import json
 from types import SimpleNamespace
 
@@ -341,6 +342,48 @@ def test_a_request_for_an_adapter_is_routed_by_the_namespace_that_replicas_compu
         flags = ("--lora", f"sql={tmp_path}", "--lora", f"gone={tmp_path / 'none'}")
         ask(ingress, handle, *flags, prompt=[1], model=model, cache_salt="mine")
         assert handle.calls[0].asked.namespace == namespace
+
+
+def test_an_adapter_that_is_loaded_while_it_runs_is_routed_by_its_namespace_until_it_is_unloaded(
+    ingress, codec, tmp_path, monkeypatch
+):
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / file).write_bytes(b"{}")
+    modules = {"model.load.loader": SimpleNamespace(load_codec=lambda _: codec)}
+    monkeypatch.setattr(ingress, "import_module", lambda name: modules.get(name, lora))
+    version = lora.read_versions([f"sql={tmp_path}"])["sql"]
+    refused = Piece((400, JSON), b"{}", is_last=True)
+    handle = Handle(ingress, *[[TAKEN, piece] for piece in (refused, WHOLE, WHOLE, WHOLE, WHOLE)])
+
+    async def main():
+        app = ingress.Ingress(handle, parse_args(["--max-loras", "2"])).__serve_build_asgi_app__()
+        transport = httpx.ASGITransport(app)
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            httpx.AsyncClient(transport=transport, base_url="http://here") as client,
+        ):
+            load = {"lora_name": "sql", "lora_path": str(tmp_path)}
+            statuses = [
+                (await client.post(path, json=body)).status_code
+                for path, body in (
+                    ("/v1/load_lora_adapter", load),
+                    ("/v1/load_lora_adapter", load),
+                    ("/v1/completions", {"model": "sql", "prompt": [1]}),
+                    ("/v1/unload_lora_adapter", {"lora_name": "sql"}),
+                    ("/v1/completions", {"model": "sql", "prompt": [1]}),
+                )
+            ]
+            assert statuses == [400, 200, 200, 200, 200]
+
+    asyncio.run(main())
+    asked = [copy.copy(call.asked) for call in handle.calls]
+    loaded = {"sql": (str(tmp_path), version)}
+    assert [one.table.adapters for one in asked] == [{}, {}, loaded, loaded, {}]
+    changed = [one.table.changed_ns for one in asked]
+    assert changed[0] == changed[1] < changed[2] == changed[3] < changed[4]
+    namespaces = [call.asked.namespace for call in handle.calls[2::2]]
+    wanted = kvcore.Namespace(lora_name="sql", lora_version=version)
+    assert namespaces == [wanted, kvcore.DEFAULT_NAMESPACE]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
 """One replica, without Ray: its answers, and how a process that follows it ends."""
 
 import asyncio
+import copy
 import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from model import LLM
 from model.async_engine import AsyncEngine
 from model.cluster.args import parse_args
-from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Forwarded
+from model.cluster.forwarded import FIRST_TOKEN, TAKEN, AdapterTable, Forwarded
 from model.errors import RankLostError
+from model.forward.lora import read_versions
+from model.load.loader import load_model
 from model.serve.app import create_app
 from model.tiny import CHECKPOINT_DIR
 
@@ -82,17 +86,20 @@ def test_how_clients_are_met_reaches_each_replicas_engine(replica, monkeypatch):
 def asked_of(replica):
     """Run requests on a replica; each gives what the replica yields for it."""
 
-    def run(then):
+    def run(then, **sizes):
+        sizes = {"num_blocks": 400, "max_num_seqs": 16} | sizes
+
         def make():
-            return LLM(CHECKPOINT_DIR, backend="numba", num_blocks=400, max_num_seqs=16).engine
+            return LLM(CHECKPOINT_DIR, backend="numba", **sizes).engine
 
         async def main():
             async with asyncio.timeout(DEADLINE_S), AsyncEngine(make) as engine:
                 made = replica.Replica.__new__(replica.Replica)
                 made._engine = engine
+                made._following, made._followed_ns = asyncio.Lock(), 0
                 made._app = create_app(engine, parse_args([]).serve, has_page=False)
 
-                def answer(path="/v1/completions", **asked):
+                def answer(path="/v1/completions", table=None, **asked):
                     body = json.dumps(asked).encode()
                     length = str(len(body)).encode()
                     scope = {
@@ -100,7 +107,7 @@ def asked_of(replica):
                         "query_string": b"", "headers": [(b"content-type", b"application/json"),
                                                          (b"content-length", length)],
                     }  # fmt: skip
-                    return made.answer(Forwarded(scope, body))
+                    return made.answer(Forwarded(scope, body, table=table))
 
                 await then(answer, engine)
 
@@ -156,3 +163,39 @@ def test_a_request_is_aborted_when_its_answer_is_cancelled(asked_of, streams):
         assert kv.num_free_blocks == kv.num_usable_blocks
 
     asked_of(then)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT
+def test_a_replica_has_the_adapters_that_the_ingress_knew_last(asked_of, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    network = load_model(str(CHECKPOINT_DIR), torch.device("cpu")).network
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    for name in ("one", "two"):
+        peft.get_peft_model(copy.deepcopy(network), config).save_pretrained(tmp_path / name)
+
+    async def then(answer, engine):
+        async def status(model, *table):
+            asked = {"model": model, "prompt": [5, 6], "max_tokens": 1}
+            told = AdapterTable(*table) if table else None
+            *_, piece = [each async for each in answer(table=told, **asked)]
+            return piece.start[0]
+
+        def at(name):
+            place = str(tmp_path / name)
+            return place, read_versions([f"a={place}"]).get("a")
+
+        one, two, nowhere = map(at, ("one", "two", "nowhere"))
+        assert await status("a") == 404
+        assert await status("a", 10, {"a": one}) == 200
+        assert engine.engine.adapter_versions == {"a": one[1]}
+        assert await status("a", 20, {"a": two, "b": one}) == 200  # loaded again, with others
+        assert engine.engine.adapter_versions == {"a": two[1], "b": one[1]}
+        assert await status("b", 15, {}) == 200  # an older one changes nothing
+        assert await status("a", 30, {"b": one}) == 404
+        assert await status("b", 40, {"b": one, "c": nowhere}) == 200
+        assert await status("c", 40, {"b": one, "c": nowhere}) == 404
+        said = [one for one in caplog.records if one.name.startswith("model.")]
+        assert len(said) == 2  # it is tried again
+        assert await status("b", 50, {}) == 404
+
+    asked_of(then, max_loras=2)

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from model import LLM, SamplingParams
+from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
 
 _ROOT = Path(__file__).parents[3]
@@ -125,7 +127,7 @@ def wait_for(condition):
 
 @pytest.fixture(scope="module")
 def cluster():
-    made = Cluster("--replicas", "2")
+    made = Cluster("--replicas", "2", "--max-loras", "1")
     try:
         made.address()
         yield made
@@ -201,6 +203,31 @@ def test_chats_that_begin_alike_find_it_too(client):
         cached.append(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
     assert cached[0] < 0.1
     assert cached[1] > 0.8
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT
+def test_an_adapter_that_is_loaded_while_they_run_is_at_every_replica_and_its_prefixes_are_found(
+    client, tmp_path
+):
+    peft = pytest.importorskip("peft")
+    network = load_model(str(CHECKPOINT_DIR), torch.device("cpu")).network
+    peft.get_peft_model(network, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path
+    )
+
+    def change(path, **about):
+        return client.post(path, json={"lora_name": "sql", **about}).status_code
+
+    assert change("/v1/load_lora_adapter", lora_path=str(tmp_path)) == 200
+    begins = [[token] * 320 for token in range(15, 23)]
+    for begin in begins:  # they are spread over the replicas, of which one had to load it again
+        complete(client, prompt=begin, max_tokens=2, model="sql").raise_for_status()
+    for begin in begins:
+        answer = complete(client, prompt=[*begin, 3, 4], max_tokens=2, model="sql").json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 320
+    assert change("/v1/unload_lora_adapter") == 200
+    for begin in begins:
+        assert complete(client, prompt=begin, max_tokens=2, model="sql").status_code == 404
 
 
 def test_metrics_are_told_of_each_replica(client):

@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -94,7 +95,7 @@ def test_tokens_and_how_likely_they_were_are_the_same_with_drafts(arrivals, size
     alone = hashed(enable_prefix_caching=False)
     wanted, requests = {}, []
     for prompt, params, _, samples in arrivals:
-        own = alone.submit(Submission(TEXTS[prompt], params, num_samples=samples))
+        own = alone.submit(Submission(TEXTS[prompt], replace(params, n=samples)))
         wanted |= {r.request_id: told for r, told in zip(own, run(alone, own), strict=True)}
         requests += own
     outputs = {request.request_id: request.output_tokens for request in requests}
@@ -104,7 +105,7 @@ def test_tokens_and_how_likely_they_were_are_the_same_with_drafts(arrivals, size
     while waiting or engine.has_unfinished:
         while waiting and (waiting[0][2] <= step or not engine.has_unfinished):
             prompt, params, _, samples = waiting.pop(0)
-            engine.submit(Submission(TEXTS[prompt], params, num_samples=samples))
+            engine.submit(Submission(TEXTS[prompt], replace(params, n=samples)))
         for output in engine.step():
             found.setdefault(output.request.request_id, []).extend(output.tokens)
         step += 1

@@ -109,7 +109,7 @@ sizes = st.fixed_dictionaries(
 def wanted_of(text, params, sample):
     """What a sample of a prompt gives with the machine to itself."""
     engine = alone()
-    requests = engine.submit(Submission(TEXTS[text], params, num_samples=sample + 1))
+    requests = engine.submit(Submission(TEXTS[text], replace(params, n=sample + 1)))
     return [token.token_id for token in run(engine, requests)[sample]]
 
 
@@ -123,7 +123,7 @@ def guesses(kind, arrivals, sizes, engine_type=make):
     while waiting or engine.has_unfinished:
         while waiting and (waiting[0][2] <= step or not engine.has_unfinished):
             text, params, _, samples, is_aborted = waiting.pop(0)
-            own = engine.submit(Submission(TEXTS[text], params, num_samples=samples))
+            own = engine.submit(Submission(TEXTS[text], replace(params, n=samples)))
             requests += own
             expected |= {one: wanted_of(text, params, one.sample) for one in own}
             aborted |= set(own[:1]) if is_aborted and len(requests) > 1 else set()
@@ -280,7 +280,7 @@ def test_what_was_computed_for_one_request_is_found_for_the_next():
         assert counts == [26, 1] if not times else [2, 1]
         counts.clear()
     assert engine.draft.kv.plan(list(PROMPT.encode())).num_cached_tokens == 24
-    requests = engine.submit(Submission("another prompt, of 31 tokens...", GREEDY, num_samples=3))
+    requests = engine.submit(Submission("another prompt, of 31 tokens...", replace(GREEDY, n=3)))
     engine.step()
     engine.step()
     assert sum(counts) < 32 + 3  # of three samples one computes the prompt

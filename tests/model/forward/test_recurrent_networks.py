@@ -137,11 +137,14 @@ def drive(kind, seed, **fixed):
     while todo or engine.has_unfinished:
         while todo and draw.random() < 0.5:
             prompt = todo.pop()
-            params = SamplingParams(max_tokens=draw.choice([1, 5, NUM_TOKENS]), ignore_eos=True)
+            params = SamplingParams(
+                max_tokens=draw.choice([1, 5, NUM_TOKENS]),
+                ignore_eos=True,
+                n=draw.choice([1, 1, 3]),
+            )
             asked = Submission(
                 list(prompt),
                 params,
-                num_samples=draw.choice([1, 1, 3]),
                 priority=draw.randrange(2),
                 boundaries=draw.sample(range(len(prompt)), min(2, len(prompt))),
             )

@@ -3,6 +3,7 @@
 import re
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def tokens(engine, max_tokens=20, num_samples=1, prompts=PROMPTS):
     requests = [
         request
         for prompt in prompts
-        for request in engine.submit(Submission(prompt, params, num_samples=num_samples))
+        for request in engine.submit(Submission(prompt, replace(params, n=num_samples)))
     ]
     while engine.has_unfinished:
         engine.step()

@@ -194,7 +194,7 @@ def test_whatever_comes_and_goes_beside_it_a_request_gives_generates_tokens(
     running = []
     for prompt, priority, num_samples, abort_after, steps in arrivals:
         samples = engine.submit(
-            Submission(prompts()[prompt], params, num_samples=num_samples, priority=priority)
+            Submission(prompts()[prompt], replace(params, n=num_samples), priority=priority)
         )
         running += [(request, prompt, abort_after) for request in samples]
         for _ in range(steps):

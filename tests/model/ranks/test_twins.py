@@ -72,7 +72,7 @@ def lead(tape, steps=60):
         if step < len(PROMPTS):
             requests += engine.submit(Submission(PROMPTS[step], SamplingParams(max_tokens=8)))
         if step == 4:
-            requests += engine.submit(Submission(PROMPTS[1], sampled, num_samples=2))
+            requests += engine.submit(Submission(PROMPTS[1], dataclasses.replace(sampled, n=2)))
             assert engine.abort(requests[1])
             assert not engine.abort(requests[1])
         if step == 20:

@@ -1,6 +1,7 @@
 """What requests ask of their tokens, through the whole engine: in any company, read late or not."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def check_company(arrivals, sizes):
     while waiting or busy.has_unfinished:
         while waiting and waiting[0][1][2] <= step:
             number, (prompt, params, _, samples, end) = waiting.pop(0)
-            found[number] = busy.submit(Submission(texts[prompt], params, num_samples=samples))
+            found[number] = busy.submit(Submission(texts[prompt], replace(params, n=samples)))
             ends[number] = None if end is None else step + end
         for output in busy.step() if busy.has_unfinished else ():
             tokens.setdefault(output.request.request_id, []).extend(output.tokens)
@@ -175,7 +176,7 @@ def check_company(arrivals, sizes):
     assert not busy._sampler._counts._slots
     alone = hashed(enable_prefix_caching=False)
     for number, (prompt, params, _, samples, _) in enumerate(arrivals):
-        requests = alone.submit(Submission(texts[prompt], params, num_samples=samples))
+        requests = alone.submit(Submission(texts[prompt], replace(params, n=samples)))
         for request, wanted in zip(found[number], run(alone, requests), strict=True):
             got = tokens.get(request.request_id, [])
             assert [t.token_id for t in got] == [t.token_id for t in wanted][: len(got)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from model import EngineConfig, FinishReason, InvalidArgumentError, SamplingParams, Submission
 from model.async_engine import AsyncEngine
-from model.control.grammar import Grammar
+from model.control.grammar import WHITE_SPACE, Grammar, spaced
 from model.engine import Engine
 from model.errors import GrammarError, InvalidSettingError, UnsupportedModelError
 from model.sample import grammar_compiler, grammars, request_sampler
@@ -47,6 +47,7 @@ POINT = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
+SIZE = {**POINT, "properties": {"size": POINT["properties"]["size"]}, "required": ["size"]}
 CHOICES = ("yes", "no", "yesterday")
 SUMS = 'start: term ("+" term)*\nterm: /[0-9]{1,3}/ | "(" start ")"'
 
@@ -109,7 +110,7 @@ def check_parses(asked, sizes, samples):
     requests = []
     for name, how, count in asked:
         params = SamplingParams(max_tokens=count, grammar=CASES[name][0], **how)
-        requests += engine.submit(Submission("xy", params, num_samples=samples))
+        requests += engine.submit(Submission("xy", dataclasses.replace(params, n=samples)))
     run(engine, requests)
     for request in requests:
         name = next(name for name, case in CASES.items() if case[0] == request.params.grammar)
@@ -133,6 +134,35 @@ def test_where_only_the_empty_text_follows_a_grammar_the_end_comes_first():
     assert (done.text, done.request.output_tokens) == ("", [END])
 
 
+@pytest.mark.parametrize("schema", [SIZE, {"$ref": "#/$defs/a", "$defs": {"a": SIZE}}])
+def test_a_model_that_likes_white_space_still_comes_to_the_end_of_its_json(schema):
+    likely = tuple((ord(letter), 60.0 if letter in " \n\t" else 40.0) for letter in ' \n\t{}"01[]')
+    engine = make(num_blocks=80)
+    params = SamplingParams(max_tokens=250, grammar=Grammar.json_schema(schema), logit_bias=likely)
+    [done] = engine.generate(["x"], params)
+    assert done.request.finish_reason is FinishReason.STOP
+    assert "size" in json.loads(done.text)
+
+
+def test_white_space_is_as_a_schema_itself_says():
+    for own, wanted in (
+        ({}, {"whitespace_pattern": WHITE_SPACE}),
+        ({"whitespace_pattern": "[ ]{3}"}, {"whitespace_pattern": "[ ]{3}"}),
+        ({"whitespace_flexible": False}, {"whitespace_flexible": False}),
+    ):
+        told = json.loads(spaced(json.dumps({**POINT, "x-guidance": own})))
+        assert told == {**POINT, "x-guidance": wanted}
+    assert (
+        WHITE_SPACE[-9:]
+        in json.loads(Grammar.json_schema(POINT).behind("", "</t>").text.partition("%json ")[2])[
+            "x-guidance"
+        ]["whitespace_pattern"]
+    )
+    assert [spaced(text) for text in ("[1", "false", '{"x-guidance": 3}')] == [
+        "[1", "false", '{"x-guidance": 3}'
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["choice", "regex"])
 def test_a_text_ends_with_the_token_after_which_nothing_can_follow(name):
     grammar = {"choice": Grammar.choice(["yes", "no"]), "regex": Grammar.regex("[ab]{3}")}[name]
@@ -146,7 +176,7 @@ def test_a_text_ends_with_the_token_after_which_nothing_can_follow(name):
 def test_each_sample_of_a_prompt_and_each_request_follows_its_own_text():
     engine = hashed()
     how = SamplingParams(max_tokens=12, temperature=3.0, seed=1, grammar=Grammar.choice(CHOICES))
-    requests = engine.submit(Submission(PROMPT, how, num_samples=8))
+    requests = engine.submit(Submission(PROMPT, dataclasses.replace(how, n=8)))
     run(engine, requests)
     texts = {bytes(t for t in r.output_tokens if t < 256).decode() for r in requests}
     assert texts <= set(CHOICES)

@@ -190,6 +190,23 @@ def test_a_grammar_that_somebody_has_is_not_compiled_again(monkeypatch):
     assert made.compile(grammar).result() is first
 
 
+def test_what_the_first_grammar_would_wait_for_is_done_before_and_once(monkeypatch):
+    engine, made = make(), []
+    real = grammar_compiler.LLTokenizer
+    monkeypatch.setattr(
+        grammar_compiler, "LLTokenizer", lambda *a, **k: made.append(1) or real(*a, **k)
+    )
+    engine.prepare_grammars()
+    assert made == [1]
+    engine.check_grammar(Grammar.choice(["ab"]))
+    assert made == [1]
+    endless = Engine(
+        dataclasses.replace(network(), eos_token_ids=frozenset()), ReferenceBackend(),
+        EngineConfig(**SIZES),
+    )  # fmt: skip
+    endless.prepare_grammars()  # it has none, which a request with one is told
+
+
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_begun(monkeypatch):
     goes_on, sources, source = threading.Event(), [], grammar_compiler._source
 

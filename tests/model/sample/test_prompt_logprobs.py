@@ -50,9 +50,9 @@ def check(request, prompt, num_tops):
         torch.testing.assert_close(got, values, atol=1e-3, rtol=1e-3)
 
 
-def run(engine, prompts, num_tops, **how):
-    params = SamplingParams(max_tokens=2, prompt_logprobs=num_tops)
-    groups = [engine.submit(Submission(prompt, params, **how)) for prompt in prompts]
+def run(engine, prompts, num_tops, n=1):
+    params = SamplingParams(n=n, max_tokens=2, prompt_logprobs=num_tops)
+    groups = [engine.submit(Submission(prompt, params)) for prompt in prompts]
     plain = engine.submit(Submission(prompts[0], SamplingParams(max_tokens=3)))
     while engine.has_unfinished:
         engine.step()
@@ -85,7 +85,7 @@ def test_they_are_the_dense_networks_through_chunks_hits_and_preemption(
 def test_samples_share_them_and_a_prompt_without_them_hits_what_they_left():
     engine = engine_of(block_size=4)
     prompt = [*range(1, 21)]
-    run(engine, [prompt], 2, num_samples=3)
+    run(engine, [prompt], 2, n=3)
     hit = engine.submit(Submission(prompt, SamplingParams(max_tokens=1)))[0]
     asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
     scored = engine.submit(Submission(prompt, asked))[0]

@@ -113,8 +113,3 @@ def test_without_the_flag_no_adapter_is_loaded(make_engine, folder):
         body = {"lora_name": "sql", "lora_path": str(folder)}
         answer = http.post("/v1/load_lora_adapter", json=body)
         assert (answer.status_code, "--max-loras" in answer.text) == (400, True)
-
-
-def test_a_cluster_refuses_what_would_reach_one_replica():
-    with pytest.raises(UsageError, match="max-loras"):
-        cluster_args.parse_args(["--max-loras", "2"])

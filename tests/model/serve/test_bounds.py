@@ -1,5 +1,6 @@
 """What is too long is refused by name, and costs little before it is."""
 
+import asyncio
 import json
 import socket
 import time
@@ -19,6 +20,14 @@ TOO_LONG = [
     (CompletionRequest, {"prompt": "a", "stop": "q" * 1025}, "stop"),
     (CompletionRequest, {"prompt": "a", "stop": ["q" * 100] * 11}, "stop"),
     (CompletionRequest, {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    (CompletionRequest, {"prompt": "a", "bad_words": ["q"] * 129}, "bad_words"),
+    (CompletionRequest, {"prompt": "a", "guided_json": {"enum": [*range(32_768)]}}, "guided_json"),
+    (CompletionRequest, {"prompt": "a", "structured_outputs": {"json": {"a": [[]] * 40_000}}},
+     "json"),
+    (ChatRequest, {"messages": [USER], "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": {"a": {"enum": [{}] * 99}}}}
+    ] * 400}, "tools"),
+    (ChatRequest, {"messages": [USER], "bad_words": ["q" * 50] * 100}, "bad_words"),
     (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(4097)), 1)},
      "logit_bias"),
     (CompletionRequest, {"prompt": "a", "guided_choice": ["a"] * 1025}, "guided_choice"),
@@ -134,3 +143,31 @@ def test_long_headers_and_bodies_of_one_connection_are_answered(http):
         assert long.status_code == 200
         body = http.post("/detokenize", json={"tokens": [5] * 100_000})
         assert body.status_code == 200, body.text
+
+
+@pytest.mark.parametrize("count", [30_000, 100_000])  # one compiles, one is refused
+def test_a_schema_with_many_entries_takes_no_thread_long(served, http, monkeypatch, count):
+    served.call(lambda engine: engine.prepare_grammars())  # as a server does before it starts
+    http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})  # kernels are compiled
+    most = {"loop": 0.0, "step": 0.0}
+    once, step = asyncio.Handle._run, type(served.engine.engine).step
+
+    def measured(name, function, one):
+        began_s = time.thread_time()
+        try:
+            return function(one)
+        finally:
+            most[name] = max(most[name], time.thread_time() - began_s)
+
+    monkeypatch.setattr(asyncio.Handle, "_run", lambda one: measured("loop", once, one))
+    monkeypatch.setattr(type(served.engine.engine), "step", lambda one: measured("step", step, one))
+    schema = {"enum": [f"{number}" for number in range(count)]}
+    asked = {
+        "prompt": "A tuple is", "max_tokens": 4,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    }  # fmt: skip
+    assert len(json.dumps(asked)) < 1 << 20
+    answer = http.post("/v1/completions", json=asked)
+    assert answer.status_code == (200 if count == 30_000 else 400), answer.text[:200]
+    assert 0 < most["loop"] < 0.05
+    assert most["step"] < 0.05

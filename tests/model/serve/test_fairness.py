@@ -1,11 +1,15 @@
 """A client with many requests does not delay the first token of another."""
 
+from types import SimpleNamespace
+
 import httpx
 import pytest
+from fastapi import Request
 
 from model import SamplingParams, Submission
 from model.async_engine import AsyncEngine
 from model.serve.config import ServeConfig
+from model.serve.generation import _client_of
 from tests.model.serve.conftest import DEADLINE_S, Served
 
 MANY = 500
@@ -56,7 +60,8 @@ def clients_of(served, *asked):
     return seen
 
 
-def test_the_field_user_says_whose_a_request_is(make_engine):
+@pytest.mark.parametrize("client_by", ["address", "user"])
+def test_the_address_says_whose_a_request_is_or_its_field_user(make_engine, client_by):
     path, body = COMPLETION
     asked = [
         (path, body, "none"),
@@ -65,8 +70,29 @@ def test_the_field_user_says_whose_a_request_is(make_engine):
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "user": "green"}, "none"),
         ("/v1/messages", CHAT | {"metadata": {"user_id": "grey"}}, "none"),
     ]
-    with Served(AsyncEngine(make_engine), ServeConfig(port=0)) as served:
-        assert clients_of(served, *asked) == [None, "red", "blue", "green", "grey"]
+    config = ServeConfig(port=0, client_by=client_by)
+    with Served(AsyncEngine(make_engine), config) as served:
+        first, *others = clients_of(served, *asked)
+    assert first == "127.0.0.1"
+    users = [f"user {name}" for name in ("red", "blue", "green", "grey")]
+    assert others == (users if client_by == "user" else [first] * 4)
+
+
+@pytest.mark.parametrize(
+    ("host", "client"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::5", "2001:db8:1:2::/64"),
+        ("/run/server.sock", None),
+        (None, None),
+    ],
+)
+def test_an_ipv6_network_is_one_client(host, client):
+    scope = {"type": "http", "headers": [], "client": host and (host, 1)}
+    service = SimpleNamespace(config=ServeConfig())
+    assert _client_of(Request(scope), service, "invented") == client
 
 
 def test_where_clients_have_keys_the_key_says_it(make_engine):

@@ -86,3 +86,35 @@ def test_special_tokens_are_told_where_that_is_asked_for(http):
         for skips in (True, False)
     ]
     assert [one["choices"][0]["text"] for one in texts] == ["", "<|endoftext|>"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bad_words_are_not_generated_in_wholes_and_streams(http, path):
+    def tokens_of(words):
+        asked = {**PATHS[path], "max_tokens": 12, "bad_words": words, "return_token_ids": True}
+        [whole] = http.post(path, json=asked).json()["choices"]
+        lines = http.post(path, json={**asked, "stream": True}).text.split("\n\n")[:-2]
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        streamed = [token for one in choices for token in one.get("token_ids", ())]
+        assert streamed == whole["token_ids"]
+        return streamed
+
+    words = []
+    for _ in range(3):  # whatever comes is kept out from then on
+        found = tokens_of(words)
+        for word in words:
+            form = http.post("/tokenize", json={"prompt": word}).json()["tokens"]
+            assert form not in [found[at : at + len(form)] for at in range(len(found))]
+        text = http.post("/detokenize", json={"tokens": found[:2]}).json()["prompt"]
+        assert text.strip()
+        words.append(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"bad_words": [" "]}, {"bad_words": "x"}, {"bad_words": ["x"], "guided_regex": "a"},
+     {"bad_words": ["x" * 9] * 200}],
+)  # fmt: skip
+def test_bad_words_that_cannot_be_kept_out_are_refused_by_name(http, wrong):
+    refused = http.post("/v1/completions", json={**PATHS["/v1/completions"], **wrong})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bad_words")

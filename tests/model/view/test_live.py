@@ -163,7 +163,7 @@ def test_a_block_tells_who_holds_it_and_which_text_it_has(served):
 
 def test_a_held_block_names_the_requests_that_hold_it(make_engine):
     engine = make_engine()
-    pair = engine.submit(Submission("held, held", SamplingParams(max_tokens=9), num_samples=2))
+    pair = engine.submit(Submission("held, held", SamplingParams(max_tokens=9, n=2)))
     while len(engine.running) < 2:
         engine.step()
     shared = pair[0].running_sequence.block_table[0]
