@@ -53,7 +53,7 @@ class FaultyChannel:
         self.session = PeerSession(server)
         self.coming = bytearray(self.session.welcome)
         self.held_back = b""
-        self.is_over = False
+        self.is_over = self.had_faults = False
 
     def send(self, pieces, deadline_s):
         check_deadline(deadline_s)
@@ -104,6 +104,7 @@ class FaultyChannel:
     def deliver(self, answer):
         """Let an answer come, or what its fault makes of it."""
         fault, before = self.link.take_fault(), self.link.answers[-1]
+        self.had_faults |= fault is not None
         self.link.answers = [*self.link.answers[-3:], answer]
         self.coming += self.held_back
         self.held_back = b""

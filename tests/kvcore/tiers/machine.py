@@ -160,6 +160,7 @@ class TierMachine(RuleBasedStateMachine):
         self.capacity = segments * self.segment_bytes
         self.disk = FaultyDisk()
         self.ever_stored = {}  # weights -> keys that a disk may serve
+        self.ever_true = {}  # weights -> key -> payload; peers ask for what came before a restart
         self.start("a", self.capacity)
 
     def start(self, weights, capacity):
@@ -168,7 +169,7 @@ class TierMachine(RuleBasedStateMachine):
             NUM_BLOCKS, SIZE, groups=self.groups, record_events=self.record_events
         )
         self.memory = Memory(NUM_BLOCKS)
-        self.true_payloads = {}
+        self.true_payloads = self.ever_true.setdefault(weights, {})
         self.since_clear = self.ever_stored.setdefault(weights, set())
         self.loads, self.stores, self.namespaces = [], [], {}
         self.disk.capacity = None

@@ -13,7 +13,15 @@ from kvcore.tiers import PeerServer, PeerSession, link
 from tests.kvcore.tiers import faulty_memory
 from tests.kvcore.tiers.faulty_disk import BrokenError
 from tests.kvcore.tiers.faulty_link import FAULTS, FaultyLink
-from tests.kvcore.tiers.machine import GROUPS, NUM_BYTES, PROMPTS, SALTS, TierMachine, Watched
+from tests.kvcore.tiers.machine import (
+    GROUPS,
+    NUM_BYTES,
+    PROMPTS,
+    SALTS,
+    SIZE,
+    TierMachine,
+    Watched,
+)
 
 SECRET = b"what both of them know"
 
@@ -68,6 +76,7 @@ class PeerMachine(TierMachine):
         self.link = FaultyLink(self.other, SECRET, self.shared if reads else None)
         self.forgotten = set()  # may not be asked for from this process of the other
         self.resets_late = False
+        self.num_new = 100  # tokens that no other prompt has
         super().begin(groups, host, records, segments)
 
     def further_tiers(self):
@@ -109,14 +118,30 @@ class PeerMachine(TierMachine):
     def the_memory_misbehaves(self, faults):
         self.shared.faults = faults
 
+    @rule(
+        length=st.integers(SIZE, 15),
+        salt=st.sampled_from([b"", b"", b"tenant"]),
+        of_link=st.lists(st.sampled_from([None, None, *FAULTS]), max_size=3),
+        of_memory=st.lists(st.sampled_from([None, *faulty_memory.FAULTS]), max_size=3),
+    )
+    def a_new_prompt_comes_from_the_other(self, length, salt, of_link, of_memory):
+        """It has computed what this process has never seen, and faults come while it is loaded."""
+        self.num_new += 1
+        tokens = [self.num_new] * length
+        self.link.faults, self.shared.faults = [], []
+        self.the_other_serves(tokens, salt, hears=True)
+        self.link.faults, self.shared.faults = of_link, of_memory
+        self.serve(tokens, salt, stores=False)
+
     @rule()
     def hear(self):
         self.peer.tier._resets.clear()  # here they all come at once
         before = self.peer.tier._news
         self.peer.hear()
-        if self.peer.tier._news is not before:
+        news = self.peer.tier._news
+        if news is not before:
             self.had_failed = False
-        if not self.link.faults and self.peer.stats.is_enabled:
+        if news is not None and not news.had_faults:  # else what it said may come late, or twice
             others = {key for tier in self.other.tiers.tiers for key in tier.tier._entries}
             if not self.peer._known <= others:
                 raise BrokenError("P21: a peer is believed to have what it has not")
