@@ -83,6 +83,18 @@ class ApiError(Exception):
         return Response(content, self.status, self.headers, media_type="application/json")
 
 
+class RefusedBodyError(HTTPException):
+    """A body that was refused while it was read.
+
+    Attributes:
+        error: why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(400)
+        self.error = error
+
+
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
     """The response to an error of the engine.
 
@@ -131,6 +143,10 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
         return _invalid(error.errors(), names).response()
 
     async def of_http(request: Request, error: Exception) -> Response:
+        if isinstance(error, RefusedBodyError):
+            if isinstance(error.error, RequestValidationError):
+                return await of_validation(request, error.error)
+            return api_error(error.error).response()
         if not isinstance(error, HTTPException):
             raise error
         detail = str(error.detail)
