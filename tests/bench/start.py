@@ -86,7 +86,7 @@ def _servers(options):
 def _first_answer(name, flags, environment):
     """Nanoseconds of a start, and seconds of processor time of the process and its helpers."""
     begin, before = time.perf_counter_ns(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    with tempfile.TemporaryFile() as errors:
+    with tempfile.NamedTemporaryFile() as errors:
         with serving(flags, environment, errors, ("-c", _SERVER)) as url:
             body = b'{"model": "", "prompt": "a", "max_tokens": 1}'
             head = {"Content-Type": "application/json"}
