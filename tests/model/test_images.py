@@ -37,13 +37,13 @@ def quiet(caplog):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", QUICK)
 def test_images_give_the_tokens_of_generate(name):
-    assert vision.outcome(name) == "equal"
+    assert vision.outcome(name) == vision.stored()[name] == "equal"
 
 
 @pytest.mark.walk
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", vision.FAMILIES)
-def test_every_family_does_what_the_walk_has_found(name):
+@pytest.mark.parametrize("name", [name for name in vision.FAMILIES if name not in QUICK])
+def test_every_other_family_does_what_the_walk_has_found(name):
     if name == "SmolVLMConfig":
         pytest.importorskip("num2words")
     assert vision.outcome(name) == vision.stored()[name]
