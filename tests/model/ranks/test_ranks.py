@@ -14,6 +14,7 @@ import pytest
 from model.engine import Engine, TwinEngine
 from model.errors import RankLostError, UnsupportedModelError, UsageError
 from model.ranks.ranks import Ranks, join_ranks
+from tests.model import vision
 from tests.model.cli.test_run import main
 from tests.model.walk import DATA
 
@@ -83,6 +84,31 @@ def test_processes_with_a_draft_model_write_what_one_writes_without(tmp_path):
     assert texts_of(shared.stdout) == texts_of(alone.stdout)
     stats = json.loads(shared.stdout)["stats"]
     assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 50
+
+
+def test_images_are_computed_on_every_rank(tmp_path, capsys):
+    vision.save("Qwen3VLConfig", tmp_path)
+    images = [str(tmp_path / name) for name in ("one.png", "other.png")]
+    for seed, path in enumerate(images):
+        vision.image(40, 30 + seed, seed).save(path)
+    mark, prompts = "<|image_pad|>", tmp_path / "prompts.jsonl"
+    common = {"max_tokens": 8, "ignore_eos": True}
+    asked = [
+        {"prompt": f"a text {mark} and {mark} more", "images": images},
+        {"prompt": f"a text {mark} is it", "images": images[1:]},
+        {"prompt": f"a text {mark} is it", "images": images[:1]},
+        {"prompt": "a text"},
+    ]
+    prompts.write_text("".join(json.dumps(each | common) + "\n" for each in asked))
+    sizes = ["--num-blocks", "40", "--block-size", "4", "--max-num-batched-tokens", "80"]
+    run = ["--model", str(tmp_path), "--prompts-file", str(prompts), *sizes, "--json"]
+    assert main(run) == 0
+    alone = json.loads(capsys.readouterr().out)
+    shared = torchrun(2, "-m", "model.run", *run, "--tp", "2", "--check-ranks")
+    assert shared.returncode == 0, shared.stderr
+    found = [each["tokens"] for each in json.loads(shared.stdout)["requests"]]
+    assert found == [each["tokens"] for each in alone["requests"]]
+    assert found[1] != found[2]
 
 
 @pytest.mark.slow
