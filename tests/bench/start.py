@@ -88,7 +88,7 @@ def _first_answer(name, flags, environment):
     begin, before = time.perf_counter_ns(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.NamedTemporaryFile() as errors:
         with serving(flags, environment, errors, ("-c", _SERVER)) as url:
-            body = b'{"model": "", "prompt": "a", "max_tokens": 1}'
+            body = b'{"prompt": "a", "max_tokens": 1}'
             head = {"Content-Type": "application/json"}
             asked = urllib.request.Request(f"{url}/v1/completions", body, head)  # noqa: S310  # ours
             with urllib.request.urlopen(asked, timeout=300) as answer:  # noqa: S310
