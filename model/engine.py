@@ -167,10 +167,11 @@ class Engine(EngineCore):
         return self.network.read_adapter(text)
 
     def add_adapter(self, adapter: "Adapter") -> None:
-        """Let requests ask for an adapter from now on. Between two steps; a pass of a few tokens.
+        """Let requests ask for an adapter from now on. Between two steps; O(its weights).
 
         Raises:
-            InvalidArgumentError: another one has its name, or there are too many.
+            InvalidArgumentError: another one has its name, there are too many, or its rank is too
+                large.
             UnsupportedModelError: it cannot be applied to this network exactly.
         """
         self.network.add_adapter(adapter, self._namespaces())
@@ -421,15 +422,14 @@ def _image_encoder(
     if isinstance(model.images, NoImages):
         return None
     size, windows = config.encoder_cache_bytes, network.layout.windows
-    return ImageEncoder(model.network, model.images, size, windows)
+    return ImageEncoder(model.network, model.images, size, windows, model.ranks)
 
 
 def _add_adapters(network: PagedNetwork, model: LoadedModel, config: EngineConfig) -> None:
     if model.ranks is not None:
         raise UnsupportedModelError("lora: wanted a whole network, several ranks share this one")
-    network.allow_adapters(config.max_loras)
-    for text in config.lora:
-        network.add_adapter(network.read_adapter(text))
+    adapters = [network.read_adapter(text) for text in config.lora]
+    network.allow_adapters(config.max_loras, config.max_lora_rank, adapters)
 
 
 def _fitted(config: EngineConfig, network: PagedNetwork) -> EngineConfig:

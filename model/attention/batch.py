@@ -12,7 +12,7 @@ Does not know: how requests are scheduled, what the network does with the tokens
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,8 @@ class StepTensors:
         images: makes the further arguments of a pass with images from its input_ids; None: it has
             none.
         ahead: the tokens that see some behind them, on the network's device; None: there are none.
+        adapter_slots: int64 [num_tokens], the slot of each token's LoRA adapter, -1: it has none;
+            None: no token has one.
     """
 
     input_ids: Tensor
@@ -61,6 +63,7 @@ class StepTensors:
     states: StateStep | None = None
     images: Callable[[Tensor], Mapping[str, object]] | None = None
     ahead: Ahead | None = None
+    adapter_slots: Tensor | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
         """The same on a device; the copies may still run on return. O(its bytes)."""
@@ -95,7 +98,12 @@ class StepTensors:
             states=None if self.states is None else self.states.to(device),
             images=self.images,
             ahead=self.ahead,
+            adapter_slots=None if self.adapter_slots is None else send(self.adapter_slots),
         )
+
+    def adapted(self) -> "StepTensors":
+        """The same with the adapter of the first slot for all tokens. O(num_tokens)."""
+        return replace(self, adapter_slots=torch.zeros_like(self.input_ids[0]))
 
 
 def prompt_step(

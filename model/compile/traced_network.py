@@ -13,6 +13,7 @@ that multiple of the number at run time. No-ops (a cast to the same dtype, a pro
 removed. At the end the function is compared with the network, bit for bit, at several sizes,
 because a number may depend on the size in another way.
 
+LoRA adapters have a trace of their own, with the slot of each token's adapter as a further input.
 A module that keeps a recurrent state is one call in the trace, as attention is: it runs as it is,
 sequence by sequence.
 
@@ -25,7 +26,8 @@ Does not know: caches, batches, what attention does.
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -104,8 +106,9 @@ class TracedNetwork:
     """The operations of a network as one function; made by `trace_network`.
 
     Attributes:
-        module: the function as a graph of input_ids, position_ids, rows, num_tokens, num_rows and
-            a callable for attention and for modules with states. `meta["sized"]` of a node maps
+        module: the function as a graph of input_ids, position_ids, rows, with adapters the slot of
+            each token's, num_tokens, num_rows and a callable for attention and for modules with
+            states. `meta["sized"]` of a node maps
             each dimension of its tensor that depends on the number of tokens or rows to 0 (tokens),
             1 (rows) or -1 (else).
         terms: of each layer's attention.
@@ -130,6 +133,7 @@ class TracedNetwork:
         rows: Tensor,
         paged: Attending,
         states: RecurrentPass | None = None,
+        adapter_slots: Tensor | None = None,
     ) -> Tensor:
         """The logits of the network: [num_rows, vocab_size]. One forward pass.
 
@@ -139,6 +143,7 @@ class TracedNetwork:
             rows: int64 [num_rows], the tokens whose logits are wanted.
             paged: computes the attention of each layer.
             states: of recurrent layers; None: the tokens are one text, whose state is not kept.
+            adapter_slots: int64 [num_tokens], if it was traced with adapters.
         """
         terms, attend, recurrent = self.terms, paged.attend, self.recurrent
         num_tokens = input_ids.shape[1]
@@ -156,7 +161,9 @@ class TracedNetwork:
                 return paged.choose(layer, query, key, value, chosen)
             return attend(layer, query, key, value, terms[layer], chosen)
 
-        logits = run(input_ids, position_ids, computed, num_tokens, computed.shape[0], call)
+        more = () if adapter_slots is None else (adapter_slots,)
+        sizes = num_tokens, computed.shape[0]
+        logits = run(input_ids, position_ids, computed, *more, *sizes, call)
         return logits if computed is rows else logits[: rows.shape[0]]
 
     def _choose(self, num_tokens: int, rows: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
@@ -165,8 +172,28 @@ class TracedNetwork:
         return self._run, rows
 
 
-def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwork:
+class ChoosesAdapters(Protocol):
+    """The LoRA adapters of a network.
+
+    Attributes:
+        num_slots: the number of adapters.
+    """
+
+    num_slots: int
+
+    def choosing(self, slots: Tensor | None) -> AbstractContextManager[None]:
+        """Passes in here have these adapters: int64 [num_tokens]; None: they have none."""
+
+
+def trace_network(
+    network: PreTrainedModel, device: torch.device, adapters: ChoosesAdapters | None = None
+) -> TracedNetwork:
     """Trace a network that has our attention. Costs a trace and a few forward passes.
+
+    Args:
+        network: to trace.
+        device: of its weights.
+        adapters: to trace with it; each slot should have one, or what it adds is not compared.
 
     Raises:
         UnsupportedModelError: it cannot be traced, and why.
@@ -177,7 +204,7 @@ def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwo
     level = logger.level
     try:
         logger.setLevel(logging.CRITICAL)
-        traced = _trace(network, device, terms, recurrent)
+        traced = _trace(network, device, terms, recurrent, adapters)
         if device.type == "cuda":
             _check_replayable(traced)
             _move_constants(traced, device)
@@ -193,7 +220,7 @@ def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwo
         logger.setLevel(level)
     traced_network = TracedNetwork(module, terms, recurrent)
     for num_tokens, num_rows in _TRIALS:
-        _check(network, traced_network, device, num_tokens, num_rows)
+        _check(network, traced_network, device, num_tokens, num_rows, adapters)
     return traced_network
 
 
@@ -202,18 +229,21 @@ def _trace(
     device: torch.device,
     terms: dict[int, backends.AttentionTerms],
     recurrent: list[_Recurrent],
+    adapters: ChoosesAdapters | None,
 ) -> fx.GraphModule:
     marking = _marking(network, device, recurrent) if is_divided(network) else None
 
-    def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
-        return _logits(network, input_ids, position_ids, rows, _Noting(terms), marking)
+    def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor, *slots: Tensor) -> Tensor:
+        with nullcontext() if adapters is None else adapters.choosing(*slots):
+            return _logits(network, input_ids, position_ids, rows, _Noting(terms), marking)
 
     num_tokens, num_rows = _SIZES
     tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
     positions = torch.zeros_like(tokens)
     rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    slots = () if adapters is None else (torch.zeros_like(tokens[0]),)
     with torch.no_grad():
-        return _traced(forward, tokens, positions, rows)
+        return _traced(forward, tokens, positions, rows, *slots)
 
 
 def _traced(function: Callable[..., Tensor], *inputs: Tensor) -> fx.GraphModule:
@@ -529,17 +559,27 @@ class Mixing:
 
 
 def _check(
-    network: PreTrainedModel, traced: TracedNetwork, device: torch.device, tokens: int, rows: int
+    network: PreTrainedModel,
+    traced: TracedNetwork,
+    device: torch.device,
+    tokens: int,
+    rows: int,
+    adapters: ChoosesAdapters | None,
 ) -> None:
     vocab_size = network.config.get_text_config().vocab_size
     input_ids = torch.arange(1, tokens + 1, device=device)[None] * 7919 % vocab_size
     position_ids = torch.arange(tokens, device=device)[None] * 3 % 37  # any network has 37
     kept = torch.arange(rows, device=device) * (tokens - 1) // max(1, rows - 1)  # first to last
-    with torch.inference_mode():
+    slots = None
+    if adapters is not None:  # from that of the last slot to none
+        slots = adapters.num_slots - 1 - torch.arange(tokens, device=device)
+        slots = slots % (adapters.num_slots + 1) - 1
+    choosing = nullcontext() if adapters is None else adapters.choosing(slots)
+    with torch.inference_mode(), choosing:
         states = RecurrentPass.of_fresh([tokens]) if traced.recurrent else None
         wanted = _logits(network, input_ids, position_ids, kept, Mixing(), states)
         try:
-            got = traced.logits(input_ids, position_ids, kept, Mixing())
+            got = traced.logits(input_ids, position_ids, kept, Mixing(), None, slots)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # an operator may raise any error

@@ -27,8 +27,6 @@ _EXCLUSIVE = (
     ("eager", "compile"),
     ("draft_model", "drafts"),
     ("batch_invariant", "compile"),
-    ("batch_invariant", "lora"),
-    ("batch_invariant", "max_loras"),
     ("sanitize", "compile"),
 )
 
@@ -132,7 +130,7 @@ class EngineConfig(StepLimits):
     lora: tuple[str, ...] = setting(
         (),
         help="LoRA adapter, a folder that PEFT wrote, under a name that prompts and requests ask "
-        "for; steps with adapters run without CUDA graphs",
+        "for",
         metavar="NAME=PATH",
     )
     max_loras: int | None = setting(
@@ -140,6 +138,15 @@ class EngineConfig(StepLimits):
         help="load and unload LoRA adapters while serving, from folders that clients name, at most "
         "so many at once (default: only those of --lora)",
         least=1,
+        most=1024,
+    )
+    max_lora_rank: int | None = setting(
+        None,
+        help="the largest rank of a LoRA adapter: each of --max-loras has as much memory beside "
+        "each linear layer (default: the largest of --lora; with --max-loras at least 16)",
+        least=1,
+        most=1024,
+        needs=("lora", "max_loras"),
     )
     enable_prefix_caching: bool = setting(
         True,

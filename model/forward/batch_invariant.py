@@ -55,16 +55,10 @@ class BatchInvariantNetwork(PagedNetwork):
                 "steps than a token; leave --batch-invariant out"
             )
 
-    def logits(
-        self,
-        step: StepTensors,
-        *,
-        backend: backends.Backend | None = None,
-        by_module: bool = False,
-    ) -> Tensor:
+    def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
         """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
         with _RowByRow():
-            return super().logits(step, backend=backend, by_module=by_module)
+            return super().logits(step, backend=backend)
 
 
 class BatchInvariantBackend:

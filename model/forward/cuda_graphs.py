@@ -12,7 +12,8 @@ share buckets by tokens and rows. The assignment of tokens to sequences is read 
 one graph serves all of them. Tokens that the previous step has drawn are read inside the graph, so
 the host never waits for them. A network with recurrent layers has only buckets with one token per
 sequence: with several tokens the host divides a step by sequence. Surplus rows read no state and
-write none.
+write none. A network that may have LoRA adapters has each bucket twice, and only steps that have
+some use the second.
 
 Invariants: what a graph reads beside the tensors of a step (weights, caches) never moves; a replay
 gives the network's own results, because it consists of the network's own launches.
@@ -49,12 +50,14 @@ class Bucket(NamedTuple):
         rows: the most sequences, and the most rows of logits.
         longest: the most query tokens of a sequence.
         shares: whether sequences may share a prefix, which is then read once.
+        adapted: whether sequences may have LoRA adapters.
     """
 
     tokens: int
     rows: int
     longest: int
     shares: bool = False
+    adapted: bool = False
 
 
 class Buckets:
@@ -187,7 +190,9 @@ class CudaGraphs:
             The number of buckets.
         """
         with GraphCapturer(self._network.device) as capturer:
-            buckets = (*self._sharing(), *self.buckets.singles, *self.buckets.mixed)
+            buckets = [*self._sharing(), *self.buckets.singles, *self.buckets.mixed]
+            if self._network.adapters is not None:
+                buckets += [bucket._replace(adapted=True) for bucket in buckets]
             for bucket in sorted(buckets, reverse=True):
                 graph, (logits, most_likely) = capturer.capture(partial(self._run, bucket))
                 self._graphs[bucket] = _Graph(graph, logits, most_likely)
@@ -215,6 +220,8 @@ class CudaGraphs:
         if bucket is not None and bucket.longest == 1:
             shares = any(one.shared_prefix is not None for one in step.paged)
             bucket = bucket._replace(shares=shares)
+        if bucket is not None and step.adapter_slots is not None:
+            bucket = bucket._replace(adapted=True)
         return bucket
 
     def replay(self, step: StepTensors, bucket: Bucket) -> Passed:
@@ -238,7 +245,7 @@ class CudaGraphs:
             self._states.load(step.states, bucket.rows)
 
     def _run(self, bucket: Bucket) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        size, rows, longest, shares = bucket
+        size, rows, longest, shares, adapted = bucket
         inputs = self._inputs[longest == 1].whole
         ids = chosen_ids(inputs.input_ids[None, :size], inputs.sources[None, :size], self._drawn)
         paged = tuple(
@@ -265,7 +272,10 @@ class CudaGraphs:
         )
         positions = inputs.position_ids[:size][None]  # strided as a tensor of its own
         states = None if self._states is None else self._states.of(rows)
-        step = StepTensors(ids, positions, inputs.logit_rows[:rows], paged, states=states)
+        slots = inputs.adapter_slots[:size] if adapted else None
+        step = StepTensors(
+            ids, positions, inputs.logit_rows[:rows], paged, states=states, adapter_slots=slots
+        )
         logits = self._network.logits(step)
         best, tokens = self._passes.most_likely(logits)
         return (logits, (best, tokens)) if longest == 1 else self._kept(logits, best, tokens)
@@ -286,7 +296,8 @@ class CudaGraphs:
 
 
 def _place(bucket: Bucket) -> Place:
-    return Place(bucket.rows, bucket.longest == 1, bucket.shares)
+    is_single = bucket.longest == 1
+    return Place(bucket.rows, is_single, bucket.shares, bucket.adapted and is_single)
 
 
 def _passed(
@@ -303,6 +314,7 @@ class _Parts(NamedTuple):
     input_ids: Tensor
     position_ids: Tensor
     sources: Tensor
+    adapter_slots: Tensor
     slots: tuple[Tensor, ...]
     logit_rows: Tensor
     query_start_loc: Tensor
@@ -311,13 +323,14 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor, tokens: int, rows: int, num_groups: int) -> "_Parts":
-        sizes = [*[tokens] * (3 + num_groups), rows, rows + 1, 2 * num_groups]
-        ids, positions, sources, *rest = words.split(sizes)  # type: ignore[no-untyped-call]
+        sizes = [*[tokens] * (4 + num_groups), rows, rows + 1, 2 * num_groups]
+        ids, positions, sources, adapters, *rest = words.split(sizes)  # type: ignore[no-untyped-call]
         *slots, logit_rows, halves, shared = rest
         halves, shared = halves.view(torch.int32), shared.view(torch.int32).view(num_groups, 4)
         starts, lengths = halves[: rows + 1], halves[rows + 1 : -1]
         prefixes = tuple(shared[:, :3])
-        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths, prefixes)
+        tokens_first = ids, positions, sources, adapters, tuple(slots)
+        return cls(*tokens_first, logit_rows, starts, lengths, prefixes)
 
 
 class _Inputs:
@@ -327,7 +340,7 @@ class _Inputs:
     """
 
     def __init__(self, tokens: int, rows: int, num_groups: int, device: torch.device) -> None:
-        count = (3 + num_groups) * tokens + 2 * rows + 1 + 2 * num_groups
+        count = (4 + num_groups) * tokens + 2 * rows + 1 + 2 * num_groups
         self.num_rows = rows
         self._words = torch.zeros(count, dtype=torch.int64, device=device)
         is_pinned = device.type == "cuda"
@@ -346,6 +359,9 @@ class _Inputs:
         host.input_ids[:tokens] = step.input_ids[0]
         host.position_ids[:tokens] = step.position_ids[0]
         host.sources[:tokens] = -1 if step.sources is None else step.sources[0]
+        if step.adapter_slots is not None:
+            host.adapter_slots[:tokens] = step.adapter_slots
+            host.adapter_slots[tokens:size] = -1
         host.logit_rows[:sampled] = step.logit_rows
         host.logit_rows[sampled : bucket.rows] = 0
         host.query_start_loc[: rows + 1] = first.query_start_loc

@@ -32,12 +32,12 @@ from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.forward.lora import Adapter, Adapters, read_adapter
 from model.load.loader import LoadedModel
-from model.load.probes import check_tokens_alone, probe_layers, run_probe
+from model.load.probes import check_tokens_alone, probe_layers
 from model.load.recurrence import probe_recurrence
 from model.sample.sampler import passes_for
 
 _POSITIONS = 4096  # if the model does not give a number
-_CHECKED_TOKENS = 3  # more than one, so that a layer that computes only the last one is found
+_LEAST_RANK = 16  # of adapters that are loaded later
 
 
 class _Noting:
@@ -110,7 +110,7 @@ class PagedNetwork:
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
         self.adapters: Adapters | None = None
-        self._traced: TracedNetwork | None = None
+        self._traced: dict[bool, TracedNetwork] = {}  # by whether a step has adapters
         self.mode: str | None = None
 
     @property
@@ -204,7 +204,11 @@ class PagedNetwork:
             raise UnsupportedModelError(
                 "tracing: its rotary factors depend on the length of each request"
             )
-        self._traced = trace_network(self._network, self.device)
+        traced = {False: trace_network(self._network, self.device)}
+        if self.adapters is not None:
+            with self.adapters.filled():
+                traced[True] = trace_network(self._network, self.device, self.adapters)
+        self._traced = traced
 
     def compile(self, step: StepTensors, few: StepTensors) -> Tensor:
         """Run a traced network in compiled pieces from now on: results close to before, faster.
@@ -222,22 +226,40 @@ class PagedNetwork:
             UnsupportedModelError: it cannot be compiled, and why; it runs as before.
         """
         before = self._traced
-        if before is None:
+        if not before:
             raise UnsupportedModelError("compile: wanted a network that was traced first")
         try:
-            kernels = kernels_for(self.device, self._network.dtype)
-            self._traced = pieces = compile_piecewise(before, kernels=kernels)
-            with warnings.catch_warnings(action="ignore"):  # of the compiler
-                logits = self.logits(step)
-                if pieces.has_few_row_pieces:
-                    self.logits(few)
-            pieces.settle()
+            if self.adapters is not None:  # first: see `piecewise.py`
+                self._compile(step.adapted(), few, self.adapters)
+            logits = self._compile(step, few)
         except Exception as error:  # a compiler may raise any error
             self._traced = before
             reason = " ".join((str(error).strip() or type(error).__name__).split("\n")[:2])
             raise UnsupportedModelError(
                 f"{type(self._network).__name__}: it cannot be compiled: {reason}"
             ) from error
+        return logits
+
+    def _compile(
+        self, step: StepTensors, few: StepTensors, adapters: Adapters | None = None
+    ) -> Tensor:
+        """Compile what steps like `step` run in; its logits.
+
+        Args:
+            step: see `compile`.
+            few: see `compile`; with adapters such steps run like all others.
+            adapters: that the step has.
+        """
+        adapted = adapters is not None
+        kernels = None if adapted else kernels_for(self.device, self._network.dtype)
+        behind = () if adapters is None else adapters.downs
+        pieces = compile_piecewise(self._traced[adapted], kernels=kernels, behind=behind)
+        self._traced = {**self._traced, adapted: pieces}
+        with warnings.catch_warnings(action="ignore"):  # of the compiler
+            logits = self.logits(step)
+            if pieces.has_few_row_pieces:
+                self.logits(few)
+        pieces.settle()
         return logits
 
     def warm_up(
@@ -314,9 +336,28 @@ class PagedNetwork:
                 found[group] = Worth(*least, layer.token_bytes)
         return tuple(found)
 
-    def allow_adapters(self, most: int | None) -> None:
-        """Let LoRA adapters be added, at most that many at once; None: any number. O(1)."""
-        self.adapters = Adapters(self._network, most)
+    def allow_adapters(
+        self, most: int | None, max_rank: int | None, adapters: Sequence[Adapter]
+    ) -> None:
+        """Add LoRA adapters, and make room for others. A pass of few tokens.
+
+        Args:
+            most: at once; None: no others than these.
+            max_rank: of an adapter; None: that of these, or 16 if there may be others.
+            adapters: of this network.
+
+        Raises:
+            InvalidArgumentError: two have one name, there are too many, a rank is too large, or the
+                device has too little memory.
+            UnsupportedModelError: one cannot be applied to this network exactly.
+        """
+        products = {path: one for each in adapters for path, one in each.products.items()}
+        ranks = [len(one.down) for each in adapters for one in each.products.values()]
+        rank = max_rank or max([*ranks, 0 if most is None else _LEAST_RANK])
+        paths = None if most is not None else products.keys()
+        self.adapters = Adapters(self._network, most or len(adapters), rank, paths)
+        for adapter in adapters:
+            self.adapters.add(adapter)
 
     def read_adapter(self, text: str) -> Adapter:
         """Read a LoRA adapter of this network, `NAME=PATH`; from any thread. O(its bytes).
@@ -329,51 +370,41 @@ class PagedNetwork:
         return read_adapter(text, self._network)
 
     def add_adapter(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
-        """Let requests ask for an adapter, after it is checked in a pass of a few tokens.
+        """Let requests ask for an adapter. O(its layers), between two steps.
 
         Args:
             adapter: read for this network.
             in_use: the namespaces of unfinished requests.
 
         Raises:
-            InvalidArgumentError: another one has its name, there are too many, or none are allowed.
+            InvalidArgumentError: another one has its name, there are too many, its rank is too
+                large, or none are allowed.
             UnsupportedModelError: it cannot be applied to this network exactly.
         """
         if self.adapters is None:
             raise InvalidArgumentError("lora: wanted --max-loras, without which none is loaded")
         self.adapters.add(adapter, in_use)
-        try:
-            with self.adapters.checking(adapter, _CHECKED_TOKENS):
-                run_probe(self._network, self.device, _CHECKED_TOKENS)
-        except Exception:  # a pass may also run out of memory
-            self.adapters.remove(adapter.name, in_use)
-            raise
 
-    def logits(
-        self,
-        step: StepTensors,
-        *,
-        backend: backends.Backend | None = None,
-        by_module: bool = False,
-    ) -> Tensor:
+    def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
         """Compute a step: write its keys and values, return [num_sampled, vocab_size].
 
         Args:
             step: on the network's device.
             backend: computes attention; None: the network's own backend.
-            by_module: run the modules, with what is hooked to them, even if they were traced.
         """
-        traced = None if by_module or step.images is not None else self._traced
+        slots = step.adapter_slots
+        traced = None if step.images is not None else self._traced.get(slots is not None)
         paged = PagedPass(
             backend or self._backend, self.caches, self.layout, step.paged, step.ahead
         )
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
         is_compiled = isinstance(traced, PiecewiseNetwork)
-        with torch.no_grad() if is_compiled else torch.inference_mode():
+        adapters = nullcontext() if self.adapters is None else self.adapters.choosing(slots, states)
+        with torch.no_grad() if is_compiled else torch.inference_mode(), adapters:
             if traced is not None:
                 return traced.logits(
-                    step.input_ids, step.position_ids, step.logit_rows, paged, states
+                    step.input_ids, step.position_ids, step.logit_rows, paged, states, slots
                 )
             with nullcontext() if self.rope is None else self.rope.choosing(step.is_long):
                 return logits_of(

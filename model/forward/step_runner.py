@@ -149,16 +149,13 @@ class StepRunner:
             self._sanitizer.begin_step(step, tensors, network.caches, network.layout)
         if self._images is not None:
             tensors = self._images.prepared(step.chunks, tensors)
+        if self._network.adapters is not None:
+            slots = self._network.adapters.slots(step.chunks)
+            tensors = dataclasses.replace(tensors, adapter_slots=slots)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
             num_scored = sum(map(_num_scored, step.chunks))
-            adapters = self._network.adapters
-            groups = None if adapters is None else adapters.groups(step.chunks)
-            if adapters is not None and groups:
-                with adapters.choosing(groups):
-                    passed = self._pass(tensors, may_replay=False, by_module=True)
-            else:
-                passed = self._pass(tensors, may_replay=not num_scored and tensors.images is None)
+            passed = self._pass(tensors, may_replay=not num_scored and tensors.images is None)
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
@@ -180,7 +177,7 @@ class StepRunner:
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn, drafted, scored)
 
-    def _pass(self, tensors: StepTensors, *, may_replay: bool, by_module: bool = False) -> Passed:
+    def _pass(self, tensors: StepTensors, *, may_replay: bool) -> Passed:
         graphs = self._graphs if may_replay else None
         bucket = None if graphs is None else graphs.bucket_of(tensors)
         if graphs is not None and bucket is not None:
@@ -189,6 +186,4 @@ class StepRunner:
         if tensors.sources is not None:
             ids = chosen_ids(tensors.input_ids, tensors.sources, self._drawn)
             tensors = dataclasses.replace(tensors, input_ids=ids, sources=None)
-        if by_module:
-            return Passed(self._network.logits(tensors, by_module=True))
         return Passed(self._network.logits(tensors))

@@ -12,7 +12,8 @@ Decides: how a network runs. Kernels are always compiled. Beside that, except in
 | compiled piecewise (`compile/piecewise.py`) | with `--compile` | never |
 | steps captured as CUDA graphs (`cuda_graphs.py`) | yes, up to some thousand tokens | never |
 
-With recurrent layers only steps of one token per sequence are captured.
+With recurrent layers only steps of one token per sequence are captured. Steps with LoRA adapters
+are traced, compiled and captured beside those without.
 
 A network that cannot be traced because it looks at values runs eagerly, also without CUDA graphs: a
 graph would replay decisions that were made once. The largest step has one prompt of
@@ -169,7 +170,7 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     count, num_groups = config.max_num_batched_tokens, len(network.layout.windows)
     step = prompt_step(count, config.max_rows, config.block_size, num_groups, device)
-    logits = network.logits(step)
+    logits = network.logits(step if network.adapters is None else step.adapted())
     draw = Draw(SamplingParams(temperature=1.0, top_p=0.5), stream=0, index=0)  # needs the most
     sample(torch.zeros_like(logits), [draw] * len(logits))
     torch.cuda.synchronize(device)

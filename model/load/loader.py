@@ -60,7 +60,14 @@ from model.load.images import (
     NoImages,
     load_images,
 )
-from model.load.quantised import Format, check_scales, choose_dequantised, find_format, finish
+from model.load.quantised import (
+    Format,
+    check_scales,
+    choose_dequantised,
+    find_format,
+    finish,
+    freeing_at_once,
+)
 from model.load.text import TextStream
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks
@@ -157,9 +164,7 @@ def load_model(
         check_cut(network, ranks)
     codec = _load_codec(source, config)
     images: ImageCodec | NoImages = NoImages(f"{name!r} is one file of text alone")
-    if ranks is not None:
-        images = NoImages("cannot be used with --tp")
-    elif source.gguf is None:
+    if source.gguf is None:  # each rank has the whole vision tower
         images = load_images(source.name, source.options, network, codec)
     return wrap_network(name, network, codec, ranks, images)
 
@@ -482,7 +487,22 @@ def _load_network(
     shapes: Sequence[str],
     found: Format | None,
 ) -> PreTrainedModel:
-    settings = {} if found is None else choose_dequantised(config, found)
+    if found is not None:
+        with freeing_at_once():
+            settings = choose_dequantised(config, found)
+            network = _read_network(source, config, dtype, stored, shapes, settings)
+            return finish(network, found, dtype, device)
+    return _read_network(source, config, dtype, stored, shapes, {})
+
+
+def _read_network(
+    source: _Source,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    stored: Mapping[str, StoredTensor],
+    shapes: Sequence[str],
+    settings: Mapping[str, object],
+) -> PreTrainedModel:
     try:
         loaded: tuple[PreTrainedModel, _LoadingInfo] = auto_class(config).from_pretrained(  # type: ignore[assignment]
             source.name,
@@ -498,7 +518,7 @@ def _load_network(
         raise ModelNotFoundError(f"model: {source.name!r} does not load: {why}") from error
     network, info = loaded
     check_loaded(source.name, info, stored)
-    return network if found is None else finish(network, found, dtype, device)
+    return network
 
 
 def _load_codec(source: _Source, config: PreTrainedConfig) -> HuggingFaceCodec:

@@ -13,7 +13,10 @@ installed, is refused before any weight is read, with the package's name.
 Does not know: requests, caches, backends.
 """
 
-from collections.abc import Mapping
+import ctypes
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +42,29 @@ class Format:
     name: str
     packages: tuple[str, ...]
     stays: tuple[str, ...] = ()
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's `mallopt`
+
+
+@contextmanager
+def freeing_at_once() -> Iterator[None]:
+    """Tensors of a MiB or more that are freed in here go back to the system at once, on glibc.
+
+    A weight that is dequantised leaves several tensors behind. glibc would keep those below 32 MiB
+    for later, between the weights that stay: up to three quarters of their size. Afterwards it
+    keeps such memory again, for the tensors of steps.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is None:
+        yield
+        return
+    set_option(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_THRESHOLD, 1 << 25)  # what glibc itself comes to
+        set_option(_TRIM_THRESHOLD, 1 << 26)
 
 
 _INT8 = "bitsandbytes int8"

@@ -50,11 +50,13 @@ class Place(NamedTuple):
         rows: the number of rows.
         is_single: whether the steps have one token per sequence.
         shares: whether their sequences share a prefix.
+        adapted: whether some have LoRA adapters.
     """
 
     rows: int
     is_single: bool
     shares: bool = False
+    adapted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

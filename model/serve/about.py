@@ -7,6 +7,7 @@ from fastapi import APIRouter, Response
 
 import kvcore
 from model.serve.errors import ApiError
+from model.serve.large_bodies import LargeBodyRoute
 from model.serve.metrics import Metrics
 from model.serve.protocol import (
     Detokenized,
@@ -23,7 +24,7 @@ from model.serve.service import Service
 
 def about(service: Service) -> APIRouter:
     """The routes that tell of models and tokens. O(1)."""
-    router = APIRouter()
+    router = APIRouter(route_class=LargeBodyRoute)
 
     def card(name: str) -> ModelCard:
         return ModelCard(

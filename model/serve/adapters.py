@@ -7,6 +7,7 @@ Does not know: what an adapter is.
 """
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 from fastapi import APIRouter
@@ -15,6 +16,7 @@ from fastapi.responses import PlainTextResponse
 from model.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from model.serve.bounds import Strict, Text
 from model.serve.errors import ApiError, api_error
+from model.serve.large_bodies import LargeBodyRoute
 from model.serve.service import Service
 
 
@@ -47,7 +49,8 @@ class UnloadRequest(Strict):
 
 def adapters(service: Service) -> APIRouter:
     """The routes. O(1)."""
-    router = APIRouter()
+    router = APIRouter(route_class=LargeBodyRoute)
+    readers = ThreadPoolExecutor(1, "adapter")  # a disk may be slow
 
     @router.post("/v1/load_lora_adapter")
     async def load(body: LoadRequest) -> PlainTextResponse:
@@ -60,7 +63,9 @@ def adapters(service: Service) -> APIRouter:
                 param="lora_name",
             )
         try:
-            read = await asyncio.to_thread(engine.read_adapter, f"{name}={body.lora_path}")
+            loop = asyncio.get_running_loop()
+            asked = f"{name}={body.lora_path}"
+            read = await loop.run_in_executor(readers, engine.read_adapter, asked)
             await service.engine.call(lambda _: engine.add_adapter(read))
         except (ModelNotFoundError, UnsupportedModelError) as error:
             status = 404 if isinstance(error, ModelNotFoundError) else 400

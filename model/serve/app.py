@@ -6,6 +6,7 @@ put in.
 Does not know: sockets, processes, how the engine is made.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -60,7 +61,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        described = asyncio.create_task(asyncio.to_thread(app.openapi))  # it is long, and kept
         yield
+        await described
         if engine.health.state is not EngineState.STARTING:  # else its thread ends with the process
             await engine.stop()
 

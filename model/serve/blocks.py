@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from model.serve.bounds import Strict
 from model.serve.errors import ApiError
@@ -40,6 +40,8 @@ class OtherRequest(Strict):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """Fields that can only have these values, because nothing else is done."""
 
+    _chat: ChatRequest | None = PrivateAttr(default=None)
+
     def translated(self) -> dict[str, object]:
         """It as the fields of a chat. O(messages).
 
@@ -48,13 +50,24 @@ class OtherRequest(Strict):
         """
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Become a chat. O(messages).
+
+        Raises:
+            ApiError, RequestValidationError: as `chat` does.
+        """
+        self._chat = self._as_chat()
+
     def chat(self) -> ChatRequest:
-        """It as a chat. O(messages).
+        """It as a chat. O(messages), once.
 
         Raises:
             ApiError: it asks for what is not done, or means nothing.
             RequestValidationError: a field of a chat is wrong.
         """
+        return self._chat or self._as_chat()
+
+    def _as_chat(self) -> ChatRequest:
         refuse_unsupported(self, self.UNSUPPORTED)
         fields = {name: value for name, value in self.translated().items() if value is not None}
         try:

@@ -82,6 +82,9 @@ class Strict(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return with_few_strangers(given, known, cls.MOST_STRANGERS)
 
+    def prepare(self) -> None:
+        """Do what takes long if this is large, on any thread."""
+
 
 class Lenient(Strict):
     """An object that has other fields too in other implementations; nothing follows from them."""

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request, Response
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
 from model.serve.generation import Asked, EventForm, Form, answer, read, with_warning
+from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatCompletion, ChatRequest
 from model.serve.service import Service
@@ -220,7 +221,7 @@ def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) ->
 
 def chat(service: Service) -> APIRouter:
     """The routes. O(1)."""
-    router = APIRouter()
+    router = APIRouter(route_class=LargeBodyRoute)
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
     async def talk(body: ChatRequest, request: Request) -> Response:

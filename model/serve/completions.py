@@ -4,6 +4,7 @@ Does not know: how tokens come about, how an answer is sent (`generation.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from fastapi import APIRouter, Request, Response
@@ -12,6 +13,7 @@ from model.control.request import FinishReason, SampledToken
 from model.errors import InvalidArgumentError
 from model.serve.errors import api_error
 from model.serve.generation import Asked, EventForm, answer, reason_json, with_warning
+from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import Completion, CompletionRequest, Usage
 from model.serve.service import Service
@@ -107,7 +109,7 @@ class _Texts(EventForm):
 
 def completions(service: Service) -> APIRouter:
     """The routes. O(1)."""
-    router = APIRouter()
+    router = APIRouter(route_class=LargeBodyRoute)
 
     @router.post("/v1/completions", response_model=Completion)
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -131,9 +133,9 @@ def completions(service: Service) -> APIRouter:
             )
         except InvalidArgumentError as error:
             raise api_error(error, names) from error
-        adapter = service.adapter(body.model)
+        first = body.submission("", params, service.adapter(body.model))
         asked = Asked(
-            submissions=[body.submission(prompt, params, adapter) for prompt in prompts],
+            submissions=[replace(first, prompt=prompt) for prompt in prompts],
             streams=bool(body.stream),
             names=names,
         )

@@ -20,6 +20,7 @@ from model.serve.bounds import Lenient, Many, Text
 from model.serve.chat import converse
 from model.serve.errors import ApiError
 from model.serve.generation import usage
+from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest
 from model.serve.service import Service
@@ -310,7 +311,7 @@ def _usage(stream: TokenStream) -> dict[str, int]:
 
 def messages(service: Service) -> APIRouter:
     """The routes. O(1)."""
-    router = APIRouter()
+    router = APIRouter(route_class=LargeBodyRoute)
 
     @router.post("/v1/messages")
     async def message(body: MessagesRequest, request: Request) -> Response:

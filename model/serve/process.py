@@ -15,6 +15,7 @@ import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,12 @@ from model.serve.listener import address_of
 
 if TYPE_CHECKING:
     from model.engine_core import EngineCore
+
+_NUM_WORKERS = 2
+"""Threads for texts, images and bodies; the event loop waits for each of them to let go."""
+
+_SWITCH_S = 0.001
+"""How long one of them keeps the interpreter while others want it; Python's default is 0.005."""
 
 _LAST_BYTES_S = 2
 _KEEP_ALIVE_S = 75
@@ -110,6 +117,8 @@ async def _run(
     server: uvicorn.Server, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
 ) -> None:
     began_s, loop, asked = time.monotonic(), asyncio.get_running_loop(), asyncio.Event()
+    sys.setswitchinterval(_SWITCH_S)
+    loop.set_default_executor(ThreadPoolExecutor(_NUM_WORKERS, "work"))
     with stopping(lambda: loop.call_soon_threadsafe(asked.set)):
         engine.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -23,6 +23,7 @@ from model.serve.chat import converse
 from model.serve.conversation import Effort
 from model.serve.errors import ApiError
 from model.serve.generation import usage
+from model.serve.large_bodies import LargeBodyRoute
 from model.serve.protocol import ChatRequest, JsonSchema
 from model.serve.service import Service
 from model.serve.tools import Mode, Name, earlier_call
@@ -331,7 +332,7 @@ def _part(block: Block) -> dict[str, object]:
 
 def responses(service: Service) -> APIRouter:
     """The routes. O(1)."""
-    router = APIRouter()
+    router = APIRouter(route_class=LargeBodyRoute)
 
     @router.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:

@@ -19,7 +19,7 @@ from model.async_engine import AsyncEngine
 from model.control.images import PromptImages, check_count, take_images
 from model.errors import InvalidArgumentError
 from model.serve.config import ServeConfig
-from model.serve.conversation import ConversationOptions, Message, conversation
+from model.serve.conversation import ConversationOptions, ImagePart, Message, conversation
 from model.serve.errors import ApiError, api_error
 from model.serve.gate import ids
 from model.serve.image_urls import fetch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.serve.reading import Reading
 
 _OPENERS = 8  # threads that wait for images, apart from those that make tokens
+_MANY = 256  # messages; images are looked for in more on a thread of their own
 _LONG = 4096  # characters or tokens; more are made to each other on a thread of their own
 
 
@@ -163,17 +164,23 @@ class Service:
             ApiError: an image cannot be had, or something is refused.
         """
         engine = self.engine.engine
-        parts = [part for message in messages for part in message.images]
-        try:
-            check_count(len(parts), engine.image_limits[0])
-            run = partial(asyncio.get_running_loop().run_in_executor, self._openers)
-            await asyncio.gather(*[run(part.open, self.fetch) for part in parts])
-            return await asyncio.to_thread(
-                engine.encode_chat,
+
+        def encoded() -> tuple[list[int], PromptImages | None]:
+            return engine.encode_chat(
                 *take_images(conversation(messages)),
                 opens_answer=options.opens_answer,
                 options=self.config.template_options | options.template_options,
             )
+
+        def images() -> list[ImagePart]:
+            return [part for message in messages for part in message.images]
+
+        parts = images() if len(messages) < _MANY else await asyncio.to_thread(images)
+        try:
+            check_count(len(parts), engine.image_limits[0])
+            run = partial(asyncio.get_running_loop().run_in_executor, self._openers)
+            await asyncio.gather(*[run(part.open, self.fetch) for part in parts])
+            return await asyncio.to_thread(encoded)
         except InvalidArgumentError as error:
             raise api_error(error, {"prompt": "messages"}) from error
 

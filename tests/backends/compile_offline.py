@@ -133,17 +133,14 @@ PORTABLE = (
     Case("fp32", 256, 1, features=True, cap=True),
     Case(e4m3=True),
 )
-ON_HOPPER = (
+ON_HOPPER = (  # every size of tiles, and every feature with another
     Case(),
     Case("fp16", 80, 5, 32, features=True),
-    Case(head_dim=256, group=1, block_size=128),
     Case(group=48, split=True, longest=1),
     Case(split=True, features=True, cap=True),
-    Case(cap=True),
     Case(cap=True, e4m3=True, alike=True),
     Case(head_dim=256, group=1, block_size=128, split=True),
     Case(head_dim=96, group=3),
-    Case(e4m3=True),
     Case(head_dim=64, group=8, e4m3=True, split=True, features=True),
 )
 
@@ -254,10 +251,10 @@ def check_overlap(loop, *, products):
 
 
 def main():
-    for capability, shared in ((80, SMALLEST), (90, HOPPER)):
-        for case in PORTABLE:
-            check_portable(case, capability, shared)
-    check_portable(PORTABLE[1], 80, AMPERE)
+    for case in PORTABLE:
+        check_portable(case, 90, HOPPER)
+    for case, shared in ((1, AMPERE), (1, SMALLEST), (2, SMALLEST), (4, SMALLEST)):
+        check_portable(PORTABLE[case], 80, shared)
     for capability in (80, 90):
         for split in (False, True):
             constants = {"CUT": prefill_order.Cut(32, 8, 128, split, split, prefill_order.SEQS)}
@@ -266,7 +263,7 @@ def main():
             assert made.registers <= 128, made.registers
     for i, case in enumerate(ON_HOPPER):
         check_hopper(case, planned=i % 2 == 0)
-    sys.stdout.write("all kernels compile\n")
+    sys.stdout.write("all kernels of prefill compile within their bounds\n")
 
 
 if __name__ == "__main__":

@@ -82,24 +82,37 @@ def rows(options):
 @contextmanager
 def serving(flags):
     """Run a server until the end; its address, once it is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "model.serve", "--port", str(port), *flags]
     with (
-        tempfile.TemporaryFile() as errors,
+        tempfile.NamedTemporaryFile() as errors,
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors) as process,
     ):
         try:
-            while not _is_ready(url):
-                if process.poll() is not None:
-                    errors.seek(0)
-                    raise BenchError(errors.read().decode().strip())
-                time.sleep(0.05)
+            until_ready(url, process, Path(errors.name))
             yield url
         finally:
             process.terminate()
+
+
+def free_port():
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until_ready(url, process, log):
+    """Wait until a server takes requests.
+
+    Raises:
+        BenchError: its process has ended; its log says why.
+    """
+    while not _is_ready(url):
+        if process.poll() is not None:
+            raise BenchError(log.read_text(errors="replace").strip())
+        time.sleep(0.05)
 
 
 def _is_ready(url):

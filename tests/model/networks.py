@@ -24,6 +24,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from model.engine import Engine
+from model.forward.lora import Adapter, Product
 from model.load.codec import plain_chat
 from model.load.loader import LoadedModel, wrap_network
 
@@ -130,6 +131,20 @@ def build(architecture: str, seed: int = 0) -> LoadedModel:
             if name.endswith("sinks"):  # they begin at nothing that shows
                 parameter.normal_(std=2.0)
     return wrap_network(architecture, network, ByteCodec())
+
+
+def random_adapter(
+    network: torch.nn.Module, name: str, seed: int, rank: int = 3, size: float = 0.3
+) -> Adapter:
+    """An adapter for all linear layers of a decoder, with weights that show."""
+    random_numbers = torch.Generator().manual_seed(seed)
+    products = {}
+    for path, layer in network.named_modules():
+        if isinstance(layer, torch.nn.Linear) and ".layers." in path:
+            shapes = (rank, layer.in_features), (layer.out_features, rank)
+            halves = [torch.randn(shape, generator=random_numbers) * size for shape in shapes]
+            products[path] = Product(*[half.to(layer.weight) for half in halves])
+    return Adapter(name, seed, products)
 
 
 def greedy_and_margin(

@@ -294,6 +294,7 @@ class RecurrentPass(ReportedLength):
         packed: names of arguments that describe the packed rows; modules with a state get None.
 
     Attributes:
+        calling: the rows that a module with a state computes now; None: none is called.
         outputs: of each call of a module with a state, the module and its output; None: not kept.
         mark: is called in place of such a module, with its wrapped forward and arguments; None:
             the module runs.
@@ -315,6 +316,7 @@ class RecurrentPass(ReportedLength):
         self.operations = operations
         self.num_rows = sum([run.num_known + run.num_drafts for run in step.runs])
         self.batches = _batches(step, token_by_token=token_by_token)
+        self.calling: _Rows | None = None
         self.outputs: list[tuple[nn.Module, Any]] | None = None
         self.mark: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None
         self.mark = None
@@ -333,6 +335,15 @@ class RecurrentPass(ReportedLength):
             start += count
         nothing = torch.zeros((len(runs), 0), dtype=torch.int64)
         return cls({}, StateStep(tuple(runs), nothing, None), length=length)
+
+    def in_call(self, values: Tensor) -> Tensor:
+        """Values of all rows, [num_rows, ...], for the layers inside a module with a state.
+
+        Returns:
+            [num_seqs, tokens of each, ...] of the sequences that it computes now; outside of such a
+            module all as they are. O(rows of the call).
+        """
+        return values if self.calling is None else _taken(values, self.calling)
 
 
 def _batches(step: StateStep, *, token_by_token: bool) -> list[list[_Calls]]:
@@ -414,7 +425,11 @@ class _Divided:
                 forward = self._prepare(cache, calls, passing.operations)
                 for rows in calls.rows:
                     own, named = _picked((args, kwargs), rows, passing.num_rows, cache)
-                    parts.append((rows, forward(*own, **named)))
+                    passing.calling = rows
+                    try:
+                        parts.append((rows, forward(*own, **named)))
+                    finally:
+                        passing.calling = None
                 if calls.write is not None:
                     cache.store(calls.write)
         output = _joined(parts, passing.num_rows)
@@ -437,14 +452,19 @@ class _Divided:
         return step.forward if cache.kinds else self._forward
 
 
+def _taken(values: Tensor, rows: _Rows) -> Tensor:
+    """Some rows of [num_rows, ...]: [num_seqs, tokens of each, ...]."""
+    if isinstance(rows, Tensor):
+        return values[rows]
+    return values[rows.rows].reshape(*rows[1:], *values.shape[1:])
+
+
 def _picked(value: Any, rows: _Rows, num_rows: int, cache: HeldStates) -> Any:  # noqa: ANN401
     """Arguments of some rows, with the cache of their sequences."""
     if isinstance(value, Tensor):
         if value.shape[:2] != (1, num_rows):
             return value
-        if isinstance(rows, Tensor):
-            return value[0][rows]
-        return value[0, rows.rows].reshape(*rows[1:], *value.shape[2:])
+        return _taken(value[0], rows)
     if isinstance(value, RecurrentPass):
         return cache
     if type(value) in (tuple, list):

@@ -183,7 +183,7 @@ def test_sizes_that_depend_on_values_are_traced_where_nothing_is_replayed(functi
     network = ending(function)
     check_is_the_network(network)
     with pytest.raises(UnsupportedModelError, match="wanted sizes that depend on no value"):
-        tracing._check_replayable(tracing._trace(network, CPU, {}, []))
+        tracing._check_replayable(tracing._trace(network, CPU, {}, [], None))
 
 
 def test_what_a_capture_leaves_out_is_nothing_but_casts_that_change_nothing():

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backends
-from model import EngineConfig, SamplingParams
+import kvcore
+from model import EngineConfig, SamplingParams, Submission
 from model.attention.shared_prefix import Worth
 from model.compile.few_rows import FEW_ROWS
 from model.engine import Engine
@@ -19,7 +20,7 @@ from model.forward.warm_up import Prepared, captured_tokens, compiled_tokens
 from model.sample import sampler
 from model.sample.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, is_captured, row_terms
 from tests.model import recurrent_networks
-from tests.model.networks import build
+from tests.model.networks import build, random_adapter
 
 PROMPTS = ["a prompt of some length, ", "a prompt of some length, again", "x", "yz"]
 
@@ -406,6 +407,120 @@ def test_rows_are_drawn_in_the_columns_of_a_graph_as_each_alone(params, vocab_si
         wanted = sampler.sample(logits[:rows], alone)
         pairs = list(zip(tokens.tolist(), wanted, strict=True))
         assert all(came == want for (came, want), stays in zip(pairs, stay, strict=True) if stays)
+
+
+MIXED_ADAPTERS = (None, "a", "b", "a")
+
+
+def engine_with_adapters(**fields):
+    sizes = {"num_blocks": 100, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 40}
+    config = EngineConfig(**sizes, max_loras=3, max_lora_rank=4, **fields)
+    engine = Engine(build("qwen3", 5), backends.get_backend("numba"), config)
+    for seed, name in enumerate(("b", "a")):
+        engine.add_adapter(random_adapter(engine.model.network, name, seed))
+    return engine
+
+
+def adapted_tokens(graphs_type, *, is_async=True, names=MIXED_ADAPTERS):
+    engine = engine_with_adapters(async_scheduling=is_async)
+    if graphs_type is not None:
+        draws = UncapturedDraws(5, torch.device("cpu"))
+        drawn = engine._runner.drawn
+        graphs = graphs_type(engine.network, drawn, [64], 4, 5, 40, draws)
+        engine._runner.use(Prepared("", graphs))
+    requests = [
+        engine.submit(Submission(prompt, how, namespace=kvcore.Namespace(lora_name=name)))[0]
+        for prompt, how, name in zip(PROMPTS, DRAWN, names, strict=True)
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    if graphs_type is not None:
+        assert len(graphs.seen) == engine.stats.num_steps
+        assert {bucket.adapted for bucket in graphs.seen} == ({True} if any(names) else {False})
+        assert {bucket.longest == 1 for bucket in graphs.seen} == {False, True}
+    return [request.output_tokens for request in requests]
+
+
+@functools.cache
+def wanted_of_adapters():
+    wanted = adapted_tokens(None, is_async=False)
+    alone = [adapted_tokens(None, is_async=False, names=(name,) * 4) for name in (None, "a", "b")]
+    assert wanted == [alone[0][0], alone[1][1], alone[2][2], alone[1][3]]
+    assert len({str(tokens) for tokens in alone}) == 3
+    return wanted
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_with_adapters_in_a_graphs_tensors_give_the_tokens_of_steps_as_they_are(is_async):
+    assert adapted_tokens(Uncaptured, is_async=is_async) == wanted_of_adapters()
+
+
+def test_steps_without_adapters_use_the_graphs_of_a_network_without():
+    plain = adapted_tokens(Uncaptured, names=(None,) * 4)
+    assert plain == wanted_of("qwen3", draws=True)
+
+
+class KeepsOldAdapters(Uncaptured):
+    """Tokens have the adapters of a step before."""
+
+    def _load(self, step, bucket):
+        slots = self._inputs[bucket.longest == 1].whole.adapter_slots
+        before = slots.clone()
+        super()._load(step, bucket)
+        slots.copy_(before)
+
+
+class GivesAdaptersToSequences(Uncaptured):
+    """The adapters of the first tokens are those of the first sequences."""
+
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        slots = self._inputs[bucket.longest == 1].whole.adapter_slots
+        starts = step.paged[0].query_start_loc[:-1]
+        slots[: len(starts)] = step.adapter_slots[starts]
+
+
+@pytest.mark.parametrize("bug", [KeepsOldAdapters, GivesAdaptersToSequences])
+def test_a_planted_bug_of_adapters_in_a_graph_shows(bug):
+    assert adapted_tokens(bug) != wanted_of_adapters()
+
+
+class Counting:
+    """Runs what would be captured."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def capture(self, run):
+        run()
+        return None, run()
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_adapters_double_the_graphs_however_many_there_are(has_adapters, monkeypatch):
+    monkeypatch.setattr("model.forward.cuda_graphs.GraphCapturer", Counting)
+    if has_adapters:
+        engine = engine_with_adapters()
+    else:
+        engine = Engine(build("qwen3", 5), backends.get_backend("numba"), EngineConfig())
+    draws = DrawGraphs(5, torch.device("cpu"))
+    graphs = CudaGraphs(engine.network, engine._runner.drawn, [64], 4, 5, 40, draws)
+    num_singles, num_mixed = len(graphs.buckets.singles), len(graphs.buckets.mixed)
+    assert graphs.capture() == (1 + has_adapters) * (num_singles + num_mixed)
+    rows = {bucket.rows for bucket in graphs.buckets.mixed}  # which share their logits
+    assert len(draws._graphs) == len(ALL_CUTS) * ((1 + has_adapters) * num_singles + len(rows))
+    before = {place: tensor.data_ptr() for place, (_, tensor) in draws._graphs.items()}
+    assert len({*before.values()}) == len(before)
+    if has_adapters:  # another one is written where the captured products are
+        halves = [halves.down.data_ptr() for halves in engine.network.adapters._halves.values()]
+        engine.add_adapter(random_adapter(engine.model.network, "c", 7))
+        assert halves == [one.down.data_ptr() for one in engine.network.adapters._halves.values()]
 
 
 def test_only_cuts_that_a_row_asks_for_are_made():

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import backends
 from model import LLM, EngineConfig, ModelError, SamplingParams
@@ -14,6 +17,7 @@ from model.engine import Engine
 from model.load import quantised
 from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
+from tests.model.load import quantised_checkpoints
 from tests.model.load.quantised_checkpoints import KINDS, write
 from tests.model.networks import greedy_logits
 
@@ -65,6 +69,23 @@ def test_the_weights_are_near_those_that_were_quantised(tmp_path, kind):
         error = (found[name] - weight.float()).abs().max() / weight.abs().max()
         assert found[name].dtype == torch.float32
         assert error < (BOUNDS[kind] if weight.ndim == 2 else 1e-6), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_reading_takes_hardly_more_than_the_weights(tmp_path, monkeypatch):
+    base = tmp_path / "base"
+    shutil.copytree(CHECKPOINT_DIR, base, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    config = AutoConfig.from_pretrained(base)
+    config.update({"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4})
+    config.layer_types = ["full_attention"] * 4
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(base)
+    monkeypatch.setattr(quantised_checkpoints, "CHECKPOINT_DIR", base)
+    path = written(tmp_path, "FP8 blocks")
+    for keeping in ((), ("keeping",)):  # the second one: a planted bug
+        command = [sys.executable, "-m", "tests.model.load.loading_memory", path, *keeping]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        taken, size = map(int, done.stdout.split()[-2:])
+        assert (taken <= 1.2 * size) == (not keeping), (taken, size)
 
 
 def changed(folder, **fields):

@@ -31,7 +31,15 @@ ADD = {
         },
     },
 }
+STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
+"""The same; vLLM demands the schema of no other tool."""
+
 NOW = {"type": "function", "function": {"name": "now"}}
 HELLO = [{"role": "user", "content": "What is 3 + 4?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def guide(text):
+    """The field of a request, vLLM's and ours, by which a model writes this text."""
+    return {"structured_outputs": {"choice": [text]}}

@@ -19,6 +19,7 @@ from model.serve.listener import address_of, listen
 from model.serve.process import Server
 from model.tiny import CHECKPOINT_DIR
 from tests.model.serve.calls import TEMPLATE
+from tests.model.serve.vllm_lacks import reason_to_skip
 
 DEADLINE_S = 60
 
@@ -85,8 +86,39 @@ class Served:
         raise AssertionError("it did not come about")
 
 
+class Elsewhere:
+    """A server at a URL: `--base-url`. What it does inside is not seen."""
+
+    def __init__(self, url):
+        self.url = url.rstrip("/")
+
+    def __getattr__(self, name):
+        pytest.skip(f"looks inside the server ({name})")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--base-url", help="ask the server there in place of one that is started")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("base_url", None) is None:
+        return
+    for item in items:
+        if reason := reason_to_skip(item.name, item.path.stem):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture(scope="session")
-def tiny_model():
+def elsewhere(request):
+    """The server of `--base-url`; None: tests start their own."""
+    url = request.config.getoption("base_url", None)
+    return url and Elsewhere(url)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(elsewhere):
+    if elsewhere:
+        pytest.skip("starts a server of its own")
     return load_model(str(CHECKPOINT_DIR), backends.get_backend("numba").device)
 
 
@@ -102,7 +134,11 @@ def make_engine(tiny_model):
 
 
 @pytest.fixture(scope="session")
-def served(make_engine):
+def served(elsewhere, request):
+    if elsewhere:
+        yield elsewhere
+        return
+    make_engine = request.getfixturevalue("make_engine")
     config = ServeConfig(
         port=0, served_model_name="tiny", max_waiting=300, max_request_bytes=1 << 20
     )
@@ -111,11 +147,28 @@ def served(make_engine):
 
 
 @pytest.fixture(scope="session")
-def agents(make_engine):
+def agents(elsewhere, request):
     """A server whose model has a chat template with tools."""
+    if elsewhere:
+        yield elsewhere
+        return
+    make_engine = request.getfixturevalue("make_engine")
     config = ServeConfig(port=0, served_model_name="tiny", chat_template=TEMPLATE)
     with Served(AsyncEngine(make_engine), config) as running:
         yield running
+
+
+@pytest.fixture
+def names(elsewhere):
+    """Asserts that an error names a field; which one, other servers may leave out."""
+
+    def check(error, param, kind="invalid_request_error"):
+        assert error["message"]
+        if not elsewhere:
+            assert (error["param"], error["message"][: len(param)]) == (param, param)
+            assert error["type"] == kind
+
+    return check
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from model.async_engine import AsyncEngine
 from model.serve.config import ServeConfig
-from tests.model.serve.calls import ADD, TEMPLATE
+from tests.model.serve.calls import STRICT, TEMPLATE, guide
 from tests.model.serve.conftest import DEADLINE_S, Served
 from tests.model.serve.test_clients import connect, kill, raw_request
 
@@ -17,7 +17,10 @@ CITY = {
     "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"],
     "additionalProperties": False,
 }  # fmt: skip
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": CITY, "strict": True},
+}
 FUNCTIONS = {"add": lambda a, b: a + b, "weather": lambda city: {"Oslo": -3, "Rome": 22}[city]}
 USER = [{"role": "user", "content": "Add, then say how warm it is."}]
 BODIES = {
@@ -39,9 +42,10 @@ def test_an_agent_calls_two_tools_and_answers(agents, streams):
     with openai.OpenAI(base_url=f"{agents.url}/v1", api_key="none") as client:
         for choice in (add, "required", "none"):
             asked = {
-                "model": "tiny", "messages": messages, "tools": [ADD, WEATHER], "max_tokens": 60,
+                "model": "tiny", "messages": messages, "tools": [STRICT, WEATHER],
+                "max_tokens": 100,
                 "tool_choice": choice, "temperature": 0, "parallel_tool_calls": False,
-                "extra_body": {"guided_choice": ["It is."]} if choice == "none" else {},
+                "extra_body": guide("It is.") if choice == "none" else {},
             }  # fmt: skip
             if streams:
                 with client.chat.completions.stream(**asked) as stream:

@@ -31,12 +31,13 @@ def kill(connection):
     connection.close()
 
 
-def leave(served, *, streams, how):
+def leave(served, *, streams, how, more=b""):
     """Go away in the middle of an answer; how many blocks are free before and after."""
     served.wait_for(lambda: served.engine.num_open == 0)
     before = served.num_free_blocks()
     with connect(served) as connection:
-        connection.sendall(raw_request(json.dumps({**ENDLESS, "stream": streams}).encode()))
+        asked = json.dumps({**ENDLESS, "stream": streams}).encode()
+        connection.sendall(raw_request(asked) + more)
         if streams:
             assert connection.recv(10)
         served.wait_for(lambda: served.engine.num_open == 1)
@@ -51,6 +52,22 @@ def leave(served, *, streams, how):
 def test_a_client_that_goes_away_frees_its_blocks_within_a_step(served, streams, how):
     before, after = leave(served, streams=streams, how=how)
     assert after == before
+
+
+@pytest.mark.parametrize("how", [kill, socket.socket.close])
+@pytest.mark.parametrize("streams", [True, False])
+def test_so_does_one_whose_next_request_waits_on_the_same_connection(served, streams, how, caplog):
+    next_one = raw_request(b'{"prompt": "a", "max_tokens": 1}')
+    before, after = leave(served, streams=streams, how=how, more=next_one)
+    assert after == before
+    assert not caplog.records
+
+
+def test_more_pipelined_requests_than_a_connection_may_have_end_it(served):
+    with connect(served) as connection:
+        connection.sendall(raw_request(json.dumps(ENDLESS).encode()) * 40)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+    served.wait_for(lambda: served.engine.num_open == 0)
 
 
 def test_the_count_of_blocks_notices_a_request_that_is_left_behind(served, monkeypatch):

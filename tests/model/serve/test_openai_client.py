@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import secrets
 
 import openai
 import pytest
@@ -36,11 +37,12 @@ def test_greedy_completions_repeat_and_find_their_prompt_in_the_cache(client):
 
 def test_a_salt_keeps_a_tenants_cache_apart(client):
     prompt = {**GREEDY, "prompt": "The salted text. " * 20}
+    red, blue = secrets.token_hex(8), secrets.token_hex(8)  # a server elsewhere may know others
     found = [
         client.completions.create(
             **prompt, extra_body={"cache_salt": salt}
         ).usage.prompt_tokens_details.cached_tokens
-        for salt in ("a", "b", "a")
+        for salt in (red, blue, red)
     ]
     assert found[0] == found[1] == 0 < found[2]
 
@@ -155,7 +157,7 @@ def test_a_biased_token_comes_again_and_again(client, http):
 SCHEMA = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 1}
 
 
-def test_an_answer_follows_its_schema_expression_or_choice(client):
+def test_an_answer_follows_its_schema(client):
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     said = client.chat.completions.create(
         **{**CHAT, "max_completion_tokens": 60},
@@ -164,16 +166,22 @@ def test_an_answer_follows_its_schema_expression_or_choice(client):
     )
     found = json.loads(said.choices[0].message.content)
     assert found in (["a"], ["b"])
-    for guide, pattern in (
+
+
+@pytest.mark.parametrize(
+    ("guide", "pattern"),
+    [
         ({"guided_regex": "[0-9]{3}"}, r"[0-9]{3}"),
         ({"guided_choice": ["red", "green"]}, r"red|green"),
         ({"structured_outputs": {"regex": "[0-9]{3}"}}, r"[0-9]{3}"),
         ({"structured_outputs": {"choice": ["red", "green"]}}, r"red|green"),
         ({"structured_outputs": {"grammar": 'start: "a" "b"'}}, "ab"),
         ({"structured_outputs": {"json": {"enum": ["c"]}, "json_object": False}}, '"c"'),
-    ):
-        text = client.completions.create(**GREEDY, extra_body=guide).choices[0].text
-        assert re.fullmatch(pattern, text)
+    ],
+)
+def test_an_answer_follows_its_expression_choice_or_grammar(client, guide, pattern):
+    text = client.completions.create(**GREEDY, extra_body=guide).choices[0].text
+    assert re.fullmatch(pattern, text)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +199,10 @@ def test_an_answer_follows_its_schema_expression_or_choice(client):
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
     ],
 )
-def test_a_form_that_means_nothing_is_named(client, guide, param):
+def test_a_form_that_means_nothing_is_named(client, names, guide, param):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(**GREEDY, extra_body=guide)
-    assert refused.value.body["param"] == param
+    names(refused.value.body, param)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +231,13 @@ def test_a_form_that_means_nothing_is_named(client, guide, param):
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_wrong_field_is_named(client, wrong, status, param, streams):
+def test_a_wrong_field_is_named(client, names, wrong, status, param, streams):
     if "stream_options" in wrong and streams:
         return
     with pytest.raises(openai.APIStatusError) as refused:
         client.completions.create(**{**GREEDY, **wrong}, stream=streams)
     assert refused.value.status_code == status
-    assert refused.value.body["param"] == param
-    assert refused.value.body["message"].startswith(param)
+    names(refused.value.body, param)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +253,7 @@ def test_a_wrong_field_is_named(client, wrong, status, param, streams):
         ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages"),
     ],
 )
-def test_a_wrong_field_of_a_chat_is_named(client, wrong, param):
+def test_a_wrong_field_of_a_chat_is_named(client, names, wrong, param):
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**{**CHAT, **wrong})
-    assert refused.value.body["param"] == param
+    names(refused.value.body, param)

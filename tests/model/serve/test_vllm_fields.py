@@ -33,7 +33,7 @@ def test_token_ids_are_told_of_wholes_and_streams(http, path):
     first = pieces[0]["choices"][0] if path == "/v1/completions" else pieces[0]
     assert first["prompt_token_ids"] == told["prompt_token_ids"]
     plain = http.post(path, json=PATHS[path]).text
-    assert "token_ids" not in plain
+    assert 'token_ids":[' not in plain
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -48,8 +48,7 @@ def test_log_probabilities_of_the_prompt_have_vllms_shape(http, path):
         own = likely[str(token)]
         text = http.post("/detokenize", json={"tokens": [token]}).json()["prompt"]
         assert (next(iter(likely)), own["decoded_token"]) == (str(token), text)
-        assert own["rank"] in {1, 2, None}
-        assert len(likely) == (3 if own["rank"] is None else 2)
+        assert len(likely) == (2 if own["rank"] in {1, 2} else 3)
         assert {one["rank"] for one in likely.values()} >= {1, 2}
 
 
@@ -74,9 +73,10 @@ def test_the_same_is_told_where_a_prompt_is_echoed_with_log_probabilities(http):
         ("/v1/chat/completions", {"prompt_logprobs": 1, "stream": True}),
     ],
 )
-def test_what_cannot_be_told_is_refused_by_name(http, path, wrong):
+def test_what_cannot_be_told_is_refused_by_name(http, names, path, wrong):
     refused = http.post(path, json={**PATHS[path], **wrong})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+    assert refused.status_code == 400
+    names(refused.json()["error"], "prompt_logprobs")
 
 
 def test_special_tokens_are_told_where_that_is_asked_for(http):

@@ -1,0 +1,1 @@
+"""Generated hostile requests against a server of its own: `python -m tests.model.serve.hostile`."""
