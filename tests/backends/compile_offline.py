@@ -27,7 +27,8 @@ from backends.triton_gpu.shared.layer import Layer
 from backends.triton_gpu.shared.place import power_of_two
 
 INT32 = (
-    "num_seqs", "table_stride", "window", "shortest", "most_items", "programs",
+    "q_stride", "q_head", "num_seqs", "table_stride", "window", "shortest", "most_items",
+    "programs",
 )  # fmt: skip
 POINTERS = {
     "query_start_loc": "*i32",
@@ -155,12 +156,12 @@ def check_portable(case, capability, shared):
     )
     strides = (case.block_size * 8 * head_dim, 8 * head_dim, head_dim)
     layer = Layer(
-        head_dim, head_dim, strides, strides, case.block_size, 8 * group, group, head_dim, 0,
+        16, head_dim, strides, strides, case.block_size, 8 * group, group, head_dim, 0,
         math.gcd(16, *strides), case.cap, case.features, case.features, case.e4m3,
         capability >= 89, *((1, 0) if case.e4m3 else (-1, -1)),
     )  # fmt: skip
     token = 8 * group * head_dim
-    constants = {"FORM": prefill.Form(layer, token, token, False, rows, keys)}
+    constants = {"FORM": prefill.Form(layer, token, False, rows, keys)}
     kinds = dict.fromkeys(("k_cache", "v_cache"), "*u8") if case.e4m3 else None
     made = make(
         prefill._attend.kernel, ASTSource, capability, case.element, constants, kinds,
