@@ -422,7 +422,7 @@ def _image_encoder(
     if isinstance(model.images, NoImages):
         return None
     size, windows = config.encoder_cache_bytes, network.layout.windows
-    return ImageEncoder(model.network, model.images, size, windows)
+    return ImageEncoder(model.network, model.images, size, windows, model.ranks)
 
 
 def _add_adapters(network: PagedNetwork, model: LoadedModel, config: EngineConfig) -> None:

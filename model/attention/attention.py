@@ -114,8 +114,6 @@ class PagedPass:
         if shape.reads is None:
             rows = None if cache.is_latent else value
             self.backend.store_kv(key, rows, cache, batch.slot_mapping)
-        if query.stride(0) < query.stride(1):  # heads first: the stride from head to head grows
-            query = query.contiguous()  # with the step, and GPU kernels are compiled for it
         if chosen is not None and batch.max_seq_len > chosen.shape[1]:
             sparse: Any = self.backend
             found: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)

@@ -82,6 +82,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
             draft_name=options.engine.draft_model,
             num_ranks=what.tp,
             expert_parallel=what.expert_parallel,
+            config=options.engine,
             is_exact=options.output.verify,
         )
     prompts = _encode(model, specs, options.engine)

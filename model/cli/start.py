@@ -20,10 +20,12 @@ import backends
 import kvcore
 from model.cli.options import ModelOptions
 from model.cli.signals import stopping
+from model.compile.piecewise import start_compiler
 from model.control.config import EngineConfig
 from model.engine import Engine, TwinEngine, engine_of
 from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError
-from model.forward.warm_up import is_small
+from model.forward.warm_up import compiles, is_small
+from model.host import Host, part_of_start
 from model.load.loader import LoadedModel, load_model, with_draft
 from model.ranks.ranks import Ranks, join_ranks
 
@@ -59,6 +61,7 @@ def start(
     draft_name: str | None = None,
     num_ranks: int | None = None,
     expert_parallel: bool = False,
+    config: EngineConfig | None = None,
     is_exact: bool = False,
     load: Load = load_model,
 ) -> tuple[LoadedModel, backends.Backend]:
@@ -72,6 +75,7 @@ def start(
             processes has it whole.
         num_ranks: processes that share the network; None: it is whole here.
         expert_parallel: each of them has some experts whole.
+        config: of the engine; if it compiles networks, the compiler loads beside the weights.
         is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
             without near ties.
         load: what loads it.
@@ -92,11 +96,14 @@ def start(
         ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
     with nullcontext() if ranks is None else ranks.detecting_loss(or_fail=True):
         backend = backends.get_backend(backend_name)
+        if config is not None and compiles(config, backend.device):
+            Host().start_thread("compiler", start_compiler)
         if dtype_name == "auto":
             is_half = backend.device.type == "cuda" and not is_exact
             dtype_name = "bfloat16" if is_half else "float32"
         dtype: torch.dtype = getattr(torch, dtype_name)
-        model = load(name, backend.device, dtype, ranks)
+        with part_of_start("weights"):
+            model = load(name, backend.device, dtype, ranks)
         if draft_name is not None:
             try:
                 draft = load(draft_name, backend.device, dtype, None)
@@ -114,7 +121,8 @@ def warm_up(engine: Engine) -> str:
     they are looked through once more and then never again (`gc.freeze`), so a full collection looks
     at what requests have made alone. O(objects) beside the preparation.
     """
-    how = engine.prepare()
+    with part_of_start("graphs and trial requests"):
+        how = engine.prepare()
     gc.collect()
     gc.freeze()
     return how
@@ -146,9 +154,11 @@ def make_engine(
             draft_name=config.draft_model,
             num_ranks=options.tp,
             expert_parallel=options.expert_parallel,
+            config=config,
             load=load,
         )
-        engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
+        with part_of_start("probes and caches"):  # and, on a GPU, all that is compiled
+            engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
         tell(engine.describe_memory())
         tell(f"network: {warm_up(engine)}")
         return engine

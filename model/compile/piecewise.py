@@ -30,18 +30,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
-from model.compile.traced_network import Mixing, TracedNetwork
+from model.compile.pieces import MOST, Piece
+from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
-
-
-def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """A function that is compiled as a whole on its first call.
-
-    Kernels that could run in parallel become one: at these sizes a launch costs as much
-    as its work.
-    """
-    options: dict[str, Any] | None = {"combo_kernels": True} if backend == "inductor" else None
-    return torch.compile(function, backend=backend, options=options, fullgraph=True)
 
 
 def start_compiler() -> None:
@@ -54,30 +45,6 @@ def start_compiler() -> None:
 _LEAST = 2
 _NEAR = 0.25
 """The relative error allowed of logits: bfloat16 rounds by up to 0.05, a mistake is about 1."""
-
-
-class _Piece(nn.Module):
-    """Compiled operations that know which dimensions of their inputs will change."""
-
-    def __init__(
-        self, module: fx.GraphModule, sized: Sequence[Sequence[int]], backend: str
-    ) -> None:
-        super().__init__()
-        self._sized = sized
-        self._is_compiling = True
-        self._run = compiled(module, backend)
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if self._is_compiling:
-            for tensor, dims in zip(inputs, self._sized, strict=True):
-                for dim in dims:
-                    torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
-        outputs: tuple[Tensor, ...] = self._run(*inputs)
-        return outputs
-
-    def settle(self) -> None:
-        """Stop marking dimensions: all compilation is done."""
-        self._is_compiling = False
 
 
 class PiecewiseNetwork(TracedNetwork):
@@ -105,9 +72,10 @@ class PiecewiseNetwork(TracedNetwork):
         self._few = None if few is None else TracedNetwork(few, plain.terms, plain.recurrent)
         self._sizes: tuple[int, ...] = FEW_ROWS
         self._settled_sizes = sizes
+        self._limits = (MOST, MOST)  # tokens and rows at most of the pieces
 
     def _choose(self, num_tokens: int, rows: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
-        if num_tokens == 1:
+        if num_tokens == 1 or num_tokens > self._limits[0] or len(rows) > self._limits[1]:
             return self._plain.module.forward, rows
         if len(rows) < _LEAST:
             rows = nn.functional.pad(rows, (0, _LEAST - len(rows)))
@@ -121,11 +89,11 @@ class PiecewiseNetwork(TracedNetwork):
         return self._few is not None
 
     @property
-    def pieces(self) -> list[_Piece]:
+    def pieces(self) -> list[Piece]:
         """The compiled pieces, each once. O(pieces)."""
         modules = [self.module] if self._few is None else [self.module, self._few.module]
         children = (child for module in modules for child in module.children())
-        return [child for child in children if isinstance(child, _Piece)]
+        return [child for child in children if isinstance(child, Piece)]
 
     def settle(self) -> None:
         """End compilation: all that will run has run. A few passes of few tokens.
@@ -137,6 +105,8 @@ class PiecewiseNetwork(TracedNetwork):
             self._few = None
         for piece in self.pieces:
             piece.settle()
+        tokens, rows = zip(*[piece.limits for piece in self.pieces], strict=True)
+        self._limits = min(tokens), min(rows)
 
     def _few_are_near(self, few: TracedNetwork) -> bool:
         """Whether steps of few tokens give logits close to the network's, on its own device."""
@@ -268,7 +238,7 @@ class _Cutter:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._numbers: dict[fx.Node, tuple[int, int]] = {}  # which size, and its factor
         self._cut: list[fx.Node] = []
-        self._found: dict[tuple[str, tuple[tuple[int, ...], ...]], str] = {}
+        self._found: dict[tuple[str, str], str] = {}
 
     def take(self, node: fx.Node) -> None:
         """Take the next node of the source."""
@@ -289,10 +259,7 @@ class _Cutter:
     def finished(self) -> fx.GraphModule:
         """The graph of all pieces."""
         module = fx.GraphModule(self._root, self._graph)
-        for node in self._graph.nodes:
-            if node.op == "get_attr":  # found faster than by nn.Module.__getattr__
-                module.__dict__[node.target] = getattr(module, node.target)
-        return module
+        return with_near_attributes(module)
 
     def _is_number(self, node: fx.Node) -> bool:
         return all(one in self._numbers for one in node.all_input_nodes)
@@ -306,10 +273,10 @@ class _Cutter:
         inputs = [one for one in dict.fromkeys(outside) if one not in self._numbers]
         outputs = [node for node in nodes if not inside.issuperset(node.users)]
         module = self._module(nodes, inputs, outputs)
-        sized = tuple(tuple(one.meta.get("sized", {})) for one in inputs)
-        name = self._found.setdefault((module.code, sized), f"piece_{len(self._found)}")
+        sized = [one.meta.get("sized", {}) for one in inputs]
+        name = self._found.setdefault((module.code, repr(sized)), f"piece_{len(self._found)}")
         if not hasattr(self._root, name):
-            setattr(self._root, name, _Piece(module, sized, self._backend))
+            setattr(self._root, name, Piece(module, sized, self._backend))
         called = self._graph.call_module(name, tuple(self._copies[one] for one in inputs))
         for place, output in enumerate(outputs):
             self._copies[output] = self._graph.call_function(operator.getitem, (called, place))

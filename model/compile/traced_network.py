@@ -39,11 +39,12 @@ from transformers import PreTrainedModel
 import backends
 from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.attention import Attending, logits_of
+from model.compile.stored_graphs import GraphStore
 from model.errors import UnsupportedModelError
 
 _SIZES = (1_299_709, 1_299_689)  # tokens and rows of the trace
 _NEAR = 6  # a number this close to one of them comes from it too
-_TRIALS = ((1, 1), (2, 1), (13, 6), (300, 40))
+_TRIALS = ((13, 6), (1, 1), (2, 1), (300, 40))  # the first alone for a trace of an earlier start
 
 
 def _attend(
@@ -186,7 +187,11 @@ class ChoosesAdapters(Protocol):
 
 
 def trace_network(
-    network: PreTrainedModel, device: torch.device, adapters: ChoosesAdapters | None = None
+    network: PreTrainedModel,
+    device: torch.device,
+    adapters: ChoosesAdapters | None = None,
+    *,
+    is_stored: bool = False,
 ) -> TracedNetwork:
     """Trace a network that has our attention. Costs a trace and a few forward passes.
 
@@ -194,10 +199,16 @@ def trace_network(
         network: to trace.
         device: of its weights.
         adapters: to trace with it; each slot should have one, or what it adds is not compared.
+        is_stored: look on disk for the trace of an earlier start first, which costs three passes
+            of few tokens, and leave this one there; not with adapters.
 
     Raises:
         UnsupportedModelError: it cannot be traced, and why.
     """
+    store = GraphStore(network, _functions()) if is_stored and adapters is None else None
+    stored = None if store is None else _from_disk(store, network, device)
+    if stored is not None:
+        return stored
     terms: dict[int, backends.AttentionTerms] = {}
     recurrent: list[_Recurrent] = []
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs what is raised here
@@ -221,7 +232,29 @@ def trace_network(
     traced_network = TracedNetwork(module, terms, recurrent)
     for num_tokens, num_rows in _TRIALS:
         _check(network, traced_network, device, num_tokens, num_rows, adapters)
+    if store is not None:
+        store.write(module)
     return traced_network
+
+
+def _from_disk(
+    store: GraphStore, network: PreTrainedModel, device: torch.device
+) -> TracedNetwork | None:
+    """The trace of an earlier start, on what a pass of this network notes; None: there is none."""
+    module = store.read()
+    if module is None:
+        return None
+    terms: dict[int, backends.AttentionTerms] = {}
+    recurrent: list[_Recurrent] = []
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    with torch.no_grad():
+        _noting(network, device, terms, recurrent, None)(tokens, tokens, tokens[0, :1])
+    stored = TracedNetwork(with_near_attributes(module), terms, recurrent)
+    try:
+        _check(network, stored, device, *_TRIALS[0], adapters=None)
+    except UnsupportedModelError:  # of another network, or damaged
+        return None
+    return stored
 
 
 def _trace(
@@ -231,12 +264,7 @@ def _trace(
     recurrent: list[_Recurrent],
     adapters: ChoosesAdapters | None,
 ) -> fx.GraphModule:
-    marking = _marking(network, device, recurrent) if is_divided(network) else None
-
-    def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor, *slots: Tensor) -> Tensor:
-        with nullcontext() if adapters is None else adapters.choosing(*slots):
-            return _logits(network, input_ids, position_ids, rows, _Noting(terms), marking)
-
+    forward = _noting(network, device, terms, recurrent, adapters)
     num_tokens, num_rows = _SIZES
     tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
     positions = torch.zeros_like(tokens)
@@ -244,6 +272,23 @@ def _trace(
     slots = () if adapters is None else (torch.zeros_like(tokens[0]),)
     with torch.no_grad():
         return _traced(forward, tokens, positions, rows, *slots)
+
+
+def _noting(
+    network: PreTrainedModel,
+    device: torch.device,
+    terms: dict[int, backends.AttentionTerms],
+    recurrent: list[_Recurrent],
+    adapters: ChoosesAdapters | None,
+) -> Callable[..., Tensor]:
+    """A pass of the network that notes terms and calls of modules with states, and leaves marks."""
+    marking = _marking(network, device, recurrent) if is_divided(network) else None
+
+    def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor, *slots: Tensor) -> Tensor:
+        with nullcontext() if adapters is None else adapters.choosing(*slots):
+            return _logits(network, input_ids, position_ids, rows, _Noting(terms), marking)
+
+    return forward
 
 
 def _traced(function: Callable[..., Tensor], *inputs: Tensor) -> fx.GraphModule:
@@ -337,8 +382,13 @@ def _sizeless(module: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_function":
             _make_direct(node)
     module.recompile()
-    for node in graph.nodes:
-        if node.op == "get_attr":  # found faster than by nn.Module.__getattr__
+    return with_near_attributes(module)
+
+
+def with_near_attributes(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, whose tensors are found faster than by nn.Module.__getattr__. O(nodes)."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
             module.__dict__[node.target] = getattr(module, node.target)
     return module
 
@@ -498,6 +548,12 @@ def _direct_names() -> Iterator[tuple[Any, Callable[..., Any]]]:
 
 
 _DIRECT = dict(_direct_names())
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    """What a graph calls beside PyTorch's operators, by name."""
+    known = [*_DIRECT.values(), torch.narrow, operator.call, operator.getitem, operator.mul]
+    return {f"{one.__module__}:{one.__name__}": one for one in known}
 
 
 def _make_direct(node: fx.Node) -> None:

@@ -238,7 +238,8 @@ class EngineConfig(StepLimits):
         False,
         help="deterministic inference: the output of a request does not depend on other requests, "
         "chunked prefill or prefix cache hits (batch invariance); slow, prompts most of all; "
-        "implies --eager",
+        "implies --eager; on a GPU without draft tokens, because kernels for several tokens of a "
+        "sequence round differently",
     )
     async_scheduling: bool | None = setting(
         None,

@@ -44,6 +44,7 @@ from model.load.images import (
     rows_of,
     run_tower,
 )
+from model.ranks.ranks import Ranks
 
 _UNREAD = {*POOLED, "deepstack_features", "hidden_states", "attentions"}
 
@@ -81,6 +82,7 @@ class ImageEncoder:
         codec: knows the attention of its tower.
         max_bytes: of the outputs that are kept.
         windows: of each KV cache group.
+        ranks: the processes that share the network, each with the whole tower; None: it is whole.
 
     Attributes:
         num_runs: how often a tower has run.
@@ -92,7 +94,9 @@ class ImageEncoder:
         codec: ImageCodec,
         max_bytes: int,
         windows: Sequence[int | None],
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._network = network
         self._codec = codec
         self._max_bytes = max_bytes
@@ -110,7 +114,7 @@ class ImageEncoder:
 
         Returns:
             The requests that it failed for, and why: no memory, or an image that the tower of this
-            network cannot compute.
+            network cannot compute; on all ranks those of any.
         """
         failed: dict[Request, ModelError] = {}
         self._now = {}
@@ -124,6 +128,13 @@ class ImageEncoder:
                 failed[chunk.request] = known or ModelError(
                     f"image: the vision tower failed: {reason(error)}"
                 )
+        asking = [one.request for one in chunks if isinstance(one.request.images, ImagePrompt)]
+        if self._ranks is not None and asking:  # all ranks go on with the same requests
+            own = bytes([request in failed for request in asking])
+            found = zip(*self._ranks.all_gather(own), strict=True)
+            for request, told in zip(asking, found, strict=True):
+                if any(told) and request not in failed:
+                    failed[request] = ModelError("image: the vision tower failed on another rank")
         return failed
 
     def prepared(self, chunks: Sequence[Chunk], tensors: StepTensors) -> StepTensors:

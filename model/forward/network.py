@@ -89,6 +89,7 @@ class PagedNetwork:
 
     def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
         self._network = model.network
+        self._is_whole = model.ranks is None  # ranks trace all together, or none does
         self._backend = backend
         self.rope = rope_switch(self._network)
         absorb(self._network, backend.capabilities.max_latent_dim)
@@ -195,7 +196,7 @@ class PagedNetwork:
     def trace(self) -> None:
         """Run the traced operations without modules from now on: the same bits, faster.
 
-        Costs a trace and a few forward passes.
+        Costs a trace and a few forward passes; less if an earlier start has left its trace on disk.
 
         Raises:
             UnsupportedModelError: it cannot be traced, and why; it runs as before.
@@ -204,7 +205,8 @@ class PagedNetwork:
             raise UnsupportedModelError(
                 "tracing: its rotary factors depend on the length of each request"
             )
-        traced = {False: trace_network(self._network, self.device)}
+        own = trace_network(self._network, self.device, is_stored=self._is_whole)
+        traced = {False: own}
         if self.adapters is not None:
             with self.adapters.filled():
                 traced[True] = trace_network(self._network, self.device, self.adapters)

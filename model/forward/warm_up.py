@@ -32,6 +32,7 @@ from functools import partial
 
 import torch
 
+import backends
 from model.attention.batch import prompt_step
 from model.caches.memory import host_free_bytes
 from model.compile.few_rows import FEW_ROWS
@@ -41,6 +42,7 @@ from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.forward.cuda_graphs import CudaGraphs
 from model.forward.network import PagedNetwork
+from model.host import part_of_start
 from model.sample.draw_graphs import DrawGraphs
 from model.sample.sampler import Draw, sample
 
@@ -49,6 +51,15 @@ _COMPILED_TOKENS = 512
 _LAUNCH_S = 5e-4  # host time to launch the kernels of one layer
 _FLOPS = 6e14  # of a GPU, in matrix products
 _MIN_CAPTURED_TOKENS, _MAX_CAPTURED_TOKENS = 256, 8192
+
+
+def compiles(config: EngineConfig, device: torch.device) -> bool:
+    """Whether networks on a device are compiled, if they can be traced. O(1)."""
+    return _may_trace(config) and device.type == "cuda" and config.compile
+
+
+def _may_trace(config: EngineConfig) -> bool:
+    return not (config.eager or config.sanitize or config.batch_invariant)
 
 
 def is_small(num_parameters: int) -> bool:
@@ -70,28 +81,36 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
     # Tracing changes what a call of a module does, so no module is called in parallel with it.
     calls = network.layer_calls()
     is_on_gpu = network.device.type == "cuda"
-    is_traced = not (config.eager or config.sanitize or config.batch_invariant) and (
+    is_traced = _may_trace(config) and (
         is_on_gpu or (config.compile and is_small(network.num_parameters))
     )
-    is_compiled = is_traced and is_on_gpu and config.compile
+    is_compiled = compiles(config, network.device)
     # A new thread starts on the first GPU, so it is told which one this thread uses.
     same_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if is_on_gpu else None
     with ThreadPoolExecutor(3, initializer=same_gpu) as threads:
         kernels = (
-            threads.submit(
-                network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens
-            ),
+            threads.submit(_warm_up, network, calls, config),
             threads.submit(network.warm_up_draws),
         )
         if is_compiled:
             threads.submit(start_compiler)  # mostly in processes of its own
-        mode = _trace(network) if is_traced else "eager"
+        with part_of_start("trace"):
+            mode = _trace(network) if is_traced else "eager"
         if is_compiled and mode == "traced":
-            mode = _compile(network, config)
-        for each in kernels:
-            each.result()
+            with part_of_start("compiled pieces"):
+                mode = _compile(network, config)
+        with part_of_start("waiting for kernels"):
+            for each in kernels:
+                each.result()
     network.mode = mode
     return mode
+
+
+def _warm_up(
+    network: PagedNetwork, calls: Sequence[backends.LayerCall], config: EngineConfig
+) -> None:
+    with part_of_start("kernels, beside the trace"):
+        network.warm_up(calls, config.max_num_seqs, config.max_num_batched_tokens)
 
 
 def compiled_tokens(max_num_batched_tokens: int) -> int:
@@ -228,7 +247,8 @@ def prepare_network(
         config.max_rows,
     )
     try:
-        num_graphs = graphs.capture()
+        with part_of_start("graphs"):
+            num_graphs = graphs.capture()
     except torch.cuda.OutOfMemoryError as error:
         raise InvalidArgumentError(
             "kv_memory_fraction: the KV cache leaves no memory for CUDA graphs: pass a smaller "

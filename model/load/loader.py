@@ -164,9 +164,7 @@ def load_model(
         check_cut(network, ranks)
     codec = _load_codec(source, config)
     images: ImageCodec | NoImages = NoImages(f"{name!r} is one file of text alone")
-    if ranks is not None:
-        images = NoImages("cannot be used with --tp")
-    elif source.gguf is None:
+    if source.gguf is None:  # each rank has the whole vision tower
         images = load_images(source.name, source.options, network, codec)
     return wrap_network(name, network, codec, ranks, images)
 

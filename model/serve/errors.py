@@ -9,6 +9,7 @@ Does not know: routes.
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +27,7 @@ from model.errors import (
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
+_MOST_OF_PATH = 200
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 _TYPES = {
     401: "authentication_error",
@@ -140,14 +142,17 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
             raise error
         return _invalid(error.errors(), names).response()
 
-    async def of_http(_: Request, error: Exception) -> Response:
+    async def of_http(request: Request, error: Exception) -> Response:
         if isinstance(error, RefusedBodyError):
             if isinstance(error.error, RequestValidationError):
-                return await of_validation(_, error.error)
+                return await of_validation(request, error.error)
             return api_error(error.error).response()
         if not isinstance(error, HTTPException):
             raise error
-        return ApiError(error.status_code, str(error.detail)).response()
+        detail = str(error.detail)
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            detail = f"{request.url.path[:_MOST_OF_PATH]}: this server has no such path"
+        return ApiError(error.status_code, detail).response()
 
     async def of_ours(_: Request, error: Exception) -> Response:
         return api_error(error).response()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import triton
@@ -44,6 +45,7 @@ class Made:
     registers: int
     stack: int
     shared: int
+    ptx: str
 
     def count(self, *names):
         """Instructions whose name starts with these parts."""
@@ -86,7 +88,8 @@ def make(
         )
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code)
     found = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
-    made = Made(tuple(names), found["REG"], found["STACK"], compiled.metadata.shared)
+    shared, ptx = compiled.metadata.shared, compiled.asm["ptx"]
+    made = Made(tuple(names), found["REG"], found["STACK"], shared, ptx)
     if "--verbose" in sys.argv:
         copies = sorted({n for n in names if n.startswith(("LDGSTS", "LDG", "STG"))})
         sys.stdout.write(
@@ -154,7 +157,7 @@ def check_decode(case, capability):
     features = (case.features,) * 3
     scales = (1, 0) if case.e4m3 else (-1, -1)
     layer = Layer(
-        head_dim, head_dim, strides, strides, case.block_size, 8 * group, group, head_dim, 0,
+        16, head_dim, strides, strides, case.block_size, 8 * group, group, head_dim, 0,
         math.gcd(16, *strides), *features, case.e4m3, capability >= 89, *scales,
     )  # fmt: skip
     cut = Cut(16 * warps, case.vector, case.alike, case.features, case.shared)
@@ -222,7 +225,7 @@ def check_latents(case, capability):
     """Both portable kernels, and on Hopper the one for few rows, whose products are wgmma."""
     strides, scale = (576 * case.block_size, 576, 0), 0 if case.e4m3 else -1
     layer = Layer(
-        576, 512, strides, strides, case.block_size, case.heads, case.heads, 512, 64, 16,
+        16, 512, strides, strides, case.block_size, case.heads, case.heads, 512, 64, 16,
         *(case.features,) * 3, case.e4m3, capability >= 89, scale, scale,
     )  # fmt: skip
     chained = capability >= 90
@@ -261,7 +264,7 @@ def check_wide_latents():
     """The kernels for many rows: their tiles, and parts that are cut."""
     strides = (576 * 16, 576, 0)
     layer = Layer(
-        576, 512, strides, strides, 16, 16, 16, 512, 64, 16, *(False,) * 4, True, -1, -1
+        16, 512, strides, strides, 16, 16, 16, 512, 64, 16, *(False,) * 4, True, -1, -1
     )  # fmt: skip
     for kernel, cut in ((wide.attend_tile, None), (wide.attend_part, Cut(64, 64, False, False))):
         form = wide.Form(layer, 16, 16, 16 * 512, cut, chained=cut is not None)
@@ -277,6 +280,21 @@ def check_wide_latents():
         assert made.count("UTMALDG") == 9 * (1 + 4)
         assert made.count("STG", "E", "128") == 2 * 16
         bound(made, registers=168, shared=227 << 10, spills=80)
+        assert unordered_arrivals(made.ptx) == 0
+        assert unordered_arrivals(re.sub(r"bar\.sync\s+[02], 128;", "", made.ptx)) >= 9
+
+
+def unordered_arrivals(ptx):
+    """Arrivals, by one thread of a group of warps, that no barrier of its group comes before.
+
+    Such a thread speaks for its group: what the others have read or written must be behind them.
+    """
+    barrier = r"bar\.(?:warp\.)?sync|mbarrier\.(?:arrive\.expect_tx|arrive|try)"
+    found = re.findall(rf"{barrier}|(?:st|ld)\.shared|stmatrix|wgmma|fence\.proxy", ptx)
+    return sum(
+        after == "mbarrier.arrive" and not before.startswith("bar.")
+        for before, after in pairwise(found)
+    )
 
 
 def check_sparse(capability):

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
-from backends.conformance.cases import build
+from backends.conformance.cases import bits, build
+from backends.triton_gpu.decode import cascade
 from backends.triton_gpu.prefill import order as prefill_order
 from backends.triton_gpu.prefill.order import Items
 from backends.triton_gpu.shared.place import Place
@@ -143,7 +144,35 @@ def check_tanh():
     assert errors.max() < 6e-7, errors.max()
 
 
+HEADS_FIRST = (
+    BASE.with_(name="decode", seqs=((1, 40), (1, 9)), num_kv_heads=2, group=3),
+    BASE.with_(name="a few tokens", seqs=((3, 40), (2, 9)), num_kv_heads=2, group=2),
+    BASE.with_(name="prefill", seqs=((40, 50), (1, 9)), num_kv_heads=2, group=2),
+    BASE.with_(name="shared", seqs=((1, 400), (1, 390)), shared=384, group=2),
+    BASE.with_(name="latents", seqs=((3, 40), (1, 9)), group=3, head_dim=24, value_dim=16),
+    BASE.with_(name="tiles of latents", seqs=((40, 50),), group=64, head_dim=24, value_dim=16),
+)
+
+
+def check_heads_first():
+    """A query whose heads come first gives the same bits, wherever its heads are."""
+    for case in HEADS_FIRST:
+        inputs = build(case.with_(dtype=torch.float16), PLACE.device)
+        live = sum(count for count, _ in case.seqs)
+        wanted = bits(inputs.run(backends.get_backend("triton"))[:live])
+        query = inputs.query
+        for gap in (0, 5):
+            memory = query.new_full((query.shape[1], len(query) + gap, query.shape[2]), torch.nan)
+            moved = memory.transpose(0, 1)[: len(query)].copy_(query)
+            assert moved.stride(0) < moved.stride(1)
+            inputs.out.fill_(torch.nan)
+            got = replace(inputs, query=moved).run(backends.get_backend("triton"))[:live]
+            assert torch.equal(bits(got), wanted), (case.name, gap)
+
+
 if __name__ == "__main__":
+    cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
+    check_heads_first()
     check_tanh()
     check_order()
     check_pieces()

@@ -215,6 +215,41 @@ def test_what_hopper_cannot_serve_goes_to_the_portable_kernel(monkeypatch, chang
     assert not hopper_prefill.can_attend(Place(interpreting=True), *arguments)
 
 
+WIDE = MIXED.with_(dtype=torch.float32)  # prefill takes single tokens too
+LATENTS = MIXED.with_(num_kv_heads=1, group=16, head_dim=576, value_dim=512)
+
+
+@needs_triton
+@pytest.mark.parametrize("on_hopper", [True, False])
+@pytest.mark.parametrize("case", [MIXED, WIDE, LATENTS], ids=["heads", "float32", "latents"])
+def test_where_the_heads_of_a_query_are_asks_for_no_kernel_of_its_own(case, on_hopper, monkeypatch):
+    gpu = gpus.H100 if on_hopper else gpus.H100._replace(capability=(8, 0))
+    monkeypatch.setattr(place_module, "_gpu", lambda _: gpu)
+    warm_up = importlib.import_module("backends.triton_gpu.warm_up")
+    place = gpus.backend_apart()._place
+
+    def variants(seqs, lay):
+        inputs = build(case.with_(seqs=seqs, padding=0), torch.device("cpu"))
+        plan = warm_up.plan_attention(
+            place, lay(inputs.query), inputs.cache, inputs.batch, inputs.out, inputs.terms
+        )
+        return set(warm_up._variants((plan,)))
+
+    def heads_first(query):
+        return query.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def with_a_stride(length):  # from token to token, of which there is one
+        return lambda query: query.as_strided(query.shape, (length, *query.stride()[1:]))
+
+    for seqs in (((1, 700),), ((1, 30), (1, 9)), ((40, 700),), ((9, 30), (130, 900))):
+        wanted = variants(seqs, lambda query: query)
+        assert wanted
+        assert variants(seqs, heads_first) == wanted
+        if seqs == ((1, 700),):
+            for length in (8, 1 << 20):
+                assert variants(seqs, with_a_stride(length)) == wanted
+
+
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)

@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from model.tiny import CHECKPOINT_DIR
@@ -80,14 +80,16 @@ def rows(options):
 
 
 @contextmanager
-def serving(flags):
-    """Run a server until the end; its address, once it is ready."""
+def serving(flags, environment=None, stderr=None, how=("-m", "model.serve")):
+    """Run a server until the end; its address, once it is ready. Its errors go to `stderr`."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "model.serve", "--port", str(port), *flags]
+    command = [sys.executable, *how, "--port", str(port), *flags]
     with (
-        tempfile.NamedTemporaryFile() as errors,
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors) as process,
+        tempfile.NamedTemporaryFile() if stderr is None else nullcontext(stderr) as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, env=environment
+        ) as process,
     ):
         try:
             until_ready(url, process, Path(errors.name))

@@ -220,7 +220,16 @@ def faults(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "full",
+        "wide, chunk",
+        "six and four",
+        "full, window, state",  # of which "full and window" is a part
+        pytest.param("full and state", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", VERBS)
 def test_a_verb_that_is_interrupted_anywhere_has_changed_nothing(faults, name, layout):
     torn, state = interruptions(VERBS[name], layout, faults)

@@ -114,11 +114,13 @@ LONG = {  # searches of ten seconds and more
     "groups_hit_what_one_of_them_lacks",
     "look_ups_forget_what_they_were_asked_to_keep",
     "look_ups_make_what_they_find_young",
+    "manager_keeps_a_scrambled_order_at_a_reset",
     "manager_keeps_from_others_what_was_not_looked_up",
     "states_are_forgotten_until_their_tokens_are_known",
     "states_are_written_when_shared",
     "states_resume_where_a_window_is_gone",
     "step_gives_a_decoder_its_neighbours_token",
+    "transfers_fail_in_their_own_blocks_alone",
 }
 
 

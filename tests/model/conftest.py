@@ -19,6 +19,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """No test reads what an earlier run has left, or leaves anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCORE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def byte_tokenizer():
     """One token a byte: a byte-level vocabulary without merges, and an end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -24,7 +24,7 @@ from backends.contract import AttentionTerms, KVCache, PagedBatch, SharedPrefix
 from backends.triton_gpu.decode.splits import MAX_PLANNED
 from backends.triton_gpu.shared.e4m3 import load_scale, widen
 from backends.triton_gpu.shared.launch import launcher
-from backends.triton_gpu.shared.layer import Layer, layer_of
+from backends.triton_gpu.shared.layer import Layer, head_offset, layer_of
 from backends.triton_gpu.shared.place import Place, ceil_div, device_function
 from backends.triton_gpu.shared.soft_cap import base2_logits
 from backends.triton_gpu.shared.softmax import add_tile
@@ -88,7 +88,7 @@ def keys_a_part(tokens: tl.tensor, chunks: tl.tensor, TILE: tl.constexpr) -> tl.
 
 
 @launcher(
-    integers=("q_stride", "table_stride", "sharing"),
+    integers=("q_stride", "q_head", "table_stride", "sharing"),
     indices=("query_start_loc", "tables", "now", "k_scale", "v_scale"),
     pointers=("query", "k_cache", "v_cache"),
 )
@@ -103,6 +103,7 @@ def _attend_prefix(
     k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if there is one
     v_scale: tl.tensor,  # likewise
     q_stride: tl.tensor,  # from token to token
+    q_head: tl.tensor,  # from head to head
     table_stride: tl.tensor,
     sharing: tl.tensor,  # sequences at most
     scale: tl.tensor,  # float
@@ -125,7 +126,7 @@ def _attend_prefix(
     start = tl.load(query_start_loc + s, mask=s < last_seq, other=0)
     live = tl.load(query_start_loc + s + 1, mask=s < last_seq, other=0) - start == 1
     mask = live[:, None] & (dim < HEAD_DIM)[None, :]
-    at = start.to(tl.int64) * q_stride + head * LAYER.q_head
+    at = start.to(tl.int64) * q_stride + head_offset(head, q_head, LAYER.q_align)
     q = tl.load(query + at[:, None] + dim[None, :], mask=mask, other=0.0)
     if LAYER.e4m3:
         q = q.to(tl.float16)
@@ -242,7 +243,7 @@ def attend_prefix(
         batch.seq_lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
     numbers = (
-        query.stride(0), batch.block_table.stride(0), prefix.num_seqs,
+        *query.stride()[:2], batch.block_table.stride(0), prefix.num_seqs,
         float(terms.scale), terms.soft_cap or 1.0,
     )  # fmt: skip
     variant.launch((programs, chunks, 1), tensors, numbers)

@@ -47,7 +47,7 @@ from backends.triton_gpu.decode.splits import (
 )
 from backends.triton_gpu.shared.e4m3 import load_scale
 from backends.triton_gpu.shared.launch import Launch, launcher
-from backends.triton_gpu.shared.layer import Layer, layer_of
+from backends.triton_gpu.shared.layer import Layer, head_offset, layer_of
 from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.shared.softmax import add_sink, load_sinks
 
@@ -59,8 +59,8 @@ FEW_SEQS = 16
 
 @device_function
 def _find_rows(
-    query_len: tl.tensor, slices: tl.tensor, q_stride: tl.tensor, o_stride: tl.tensor,
-    FORM: tl.constexpr,
+    query_len: tl.tensor, slices: tl.tensor, q_stride: tl.tensor, q_head: tl.tensor,
+    o_stride: tl.tensor, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """(KV head, query head, query token, whether it is there, where in query, in out) of rows."""
     LAYER: tl.constexpr = FORM.layer
@@ -68,25 +68,27 @@ def _find_rows(
     ROWS: tl.constexpr = FORM.rows
     SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     ROW_ALIGN: tl.constexpr = FORM.row_align
+    Q_ALIGN: tl.constexpr = LAYER.q_align
     if FORM.many:
         kv_head = tl.program_id(0) // slices
         row = tl.program_id(0) % slices * ROWS + tl.arange(0, ROWS)
         token, head = row // GROUP, kv_head * GROUP + row % GROUP
         live = token < query_len
-        q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + head * LAYER.q_head
+        q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN])
         o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + head * LAYER.o_head
     else:
         kv_head = tl.program_id(0) // SLICES
         member = tl.program_id(0) % SLICES * ROWS + tl.arange(0, ROWS)
         token, head = member * 0, kv_head * GROUP + member
         live = member < GROUP
-        q_row, o_row = head * LAYER.q_head, head * LAYER.o_head
-    return kv_head, head, token, live, q_row, o_row
+        q_row, o_row = token, head * LAYER.o_head
+    return kv_head, head, token, live, head_offset(head, q_head, Q_ALIGN) + q_row, o_row
 
 
 @launcher(
     integers=(
-        "q_stride", "o_stride", "num_seqs", "table_stride", "slices", "most", "window", "target",
+        "q_stride", "q_head", "o_stride", "num_seqs", "table_stride", "slices", "most", "window",
+        "target",
     ),
     indices=("query_start_loc", "seq_lens", "tables", "shared_now", "k_scale", "v_scale"),
     pointers=("query", "k_cache", "v_cache", "out", "sinks"),
@@ -105,6 +107,7 @@ def _attend_chunk(
     k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if there is one
     v_scale: tl.tensor,  # likewise
     q_stride: tl.tensor,  # from token to token
+    q_head: tl.tensor,  # from head to head
     o_stride: tl.tensor,
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
@@ -130,7 +133,7 @@ def _attend_chunk(
     start, query_len, length = load_seq(lengths, s)
     seen, tiles = count_tiles(s, query_len, length, lengths, CUT)
     kv_head, head, token, live, q_row, o_row = _find_rows(
-        query_len, slices, q_stride, o_stride, FORM
+        query_len, slices, q_stride, q_head, o_stride, FORM
     )
     if FORM.many:  # a slice of rows that the sequence does not have
         tiles = tl.where(tl.program_id(0) % slices * FORM.rows // LAYER.group < query_len, tiles, 0)
@@ -223,7 +226,7 @@ def plan_decode(
         each = MORE_PROGRAMS if layer.e4m3 else programs_a_multiprocessor(most)
         grid = plan_grid(place, out.device, batch.num_seqs, programs, each=each)
     cut = Cut(16 * warps, grid.vector, grid.alike, layer.has_window, shared.chunks > 0)
-    row_align = math.gcd(16, *query.stride()[:2], *out.stride()[:2])
+    row_align = math.gcd(layer.q_align, *out.stride()[:2])
     form = Form(layer, cut, most > 1, row_align, warps, rows, place.can_chain(out.device))
     sinks_dtype = None if terms.sinks is None else terms.sinks.dtype
     variant = _attend_chunk.variant(
@@ -234,7 +237,7 @@ def plan_decode(
     if grid.splits:
         merge = merging.plan_merge(place, batch, out, grid, cut, layer.group, most, shared)
     numbers = (
-        query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0),
+        *query.stride()[:2], out.stride(0), batch.num_seqs, batch.block_table.stride(0),
         slices, most, grid.target,
     )  # fmt: skip
     launch = Launch(variant, (programs, *grid.shape), numbers)

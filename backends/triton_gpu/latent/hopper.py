@@ -39,7 +39,7 @@ from backends.triton_gpu.decode.splits import (
 )
 from backends.triton_gpu.hopper.items import allocate_barriers, gluon_function
 from backends.triton_gpu.shared.launch import launcher
-from backends.triton_gpu.shared.layer import Layer
+from backends.triton_gpu.shared.layer import Layer, query_align
 from backends.triton_gpu.shared.place import Place
 from backends.triton_gpu.shared.soft_cap import base2_logits
 from backends.triton_gpu.shared.softmax import (
@@ -95,6 +95,7 @@ class _Rows(NamedTuple):
 
     query: gl.tensor
     q_stride: gl.tensor
+    q_head: gl.tensor
     sinks: gl.tensor
     out: gl.tensor
     partial: gl.tensor
@@ -231,13 +232,15 @@ def _load_queries(
     LAYER: gl.constexpr = FORM.layer
     ROWS: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
+    Q_ALIGN: gl.constexpr = LAYER.q_align
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = OFFSET + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     token = keys.token + row // FORM.heads
     head = rows.head + row % FORM.heads
     live = (token < keys.query_len) & (head < LAYER.num_heads)
-    at = (rows.start + token).to(gl.int64) * rows.q_stride + (head * LAYER.q_head + offset)
+    at = (rows.start + token).to(gl.int64) * rows.q_stride + (head.to(gl.int64) * rows.q_head)
+    at = gl.multiple_of(at + offset, Q_ALIGN)
     numbers = gl.load(rows.query + at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
     q.store(numbers)
 
@@ -315,7 +318,16 @@ def _allocate(
 
 
 @launcher(
-    integers=("q_stride", "o_stride", "num_seqs", "table_stride", "most", "window", "target"),
+    integers=(
+        "q_stride",
+        "q_head",
+        "o_stride",
+        "num_seqs",
+        "table_stride",
+        "most",
+        "window",
+        "target",
+    ),
     indices=("query_start_loc", "seq_lens", "tables", "scales"),
     pointers=("query", "cache", "out", "sinks"),
     in_gluon=True,
@@ -324,7 +336,8 @@ def attend_rows(
     query: gl.tensor, cache: gl.tensor, out: gl.tensor, sinks: gl.tensor, partial: gl.tensor,
     query_start_loc: gl.tensor, seq_lens: gl.tensor, tables: gl.tensor,
     scales: gl.tensor,  # noqa: ARG001  # of quantised caches, which this kernel does not take
-    q_stride: gl.tensor, o_stride: gl.tensor, num_seqs: gl.tensor, table_stride: gl.tensor,
+    q_stride: gl.tensor, q_head: gl.tensor, o_stride: gl.tensor, num_seqs: gl.tensor,
+    table_stride: gl.tensor,
     most: gl.tensor, target: gl.tensor, window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
     FORM: gl.constexpr,
 ) -> None:  # fmt: skip
@@ -369,7 +382,7 @@ def attend_rows(
     tiles = _Tiles(c_tiles, r_tiles, p_tiles, full, empty, ready, done, ends)
     keys = _Keys(begin, end, token, length, query_len, window, scale, soft_cap)
     rows = _Rows(
-        query, q_stride, sinks, out, partial, head, start, o_stride,
+        query, q_stride, q_head, sinks, out, partial, head, start, o_stride,
         item * most * LAYER.num_heads, num_rows, split == 0, splits == 1,
     )  # fmt: skip
     gl.warp_specialize([
@@ -411,5 +424,5 @@ def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
         and cache.k.dtype == query.dtype
         and cache.v.shape[3] in (128, 256, 512)
         and rest == REST
-        and all(stride % 8 == 0 for stride in (*cache.k.stride()[:2], *query.stride()[:2]))
+        and all(number % 8 == 0 for number in (*cache.k.stride()[:2], query_align(query)))
     )

@@ -45,7 +45,7 @@ from backends.triton_gpu.latent import wide
 from backends.triton_gpu.prefill.order import Items, Order, find_tile, keep_order, plan_order
 from backends.triton_gpu.shared.e4m3 import load_scale, widen
 from backends.triton_gpu.shared.launch import Launch, Variant, launcher
-from backends.triton_gpu.shared.layer import Layer, layer_of
+from backends.triton_gpu.shared.layer import Layer, head_offset, layer_of
 from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.shared.soft_cap import base2_logits
 from backends.triton_gpu.shared.softmax import add_sink, add_tile, is_visible, is_within, load_sinks
@@ -148,7 +148,16 @@ def _attend_rows(
 
 
 @launcher(
-    integers=("q_stride", "o_stride", "num_seqs", "table_stride", "most", "window", "target"),
+    integers=(
+        "q_stride",
+        "q_head",
+        "o_stride",
+        "num_seqs",
+        "table_stride",
+        "most",
+        "window",
+        "target",
+    ),
     indices=("query_start_loc", "seq_lens", "tables", "scales"),
     pointers=("query", "cache", "out", "sinks"),
 )
@@ -163,6 +172,7 @@ def _attend_part(
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
     scales: tl.tensor,  # float32 [1], read if there is one
     q_stride: tl.tensor,  # from token to token
+    q_head: tl.tensor,  # from head to head
     o_stride: tl.tensor,
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
@@ -193,8 +203,9 @@ def _attend_part(
     head = tl.program_id(0) % FORM.slices * HEADS + row % HEADS
     live = (token < query_len) & (head < LAYER.num_heads)
     begin, end = keys_of_split(seen, length, tiles, split, splits, CUT)
+    q_at = (start + token).to(tl.int64) * q_stride + head_offset(head, q_head, LAYER.q_align)
     result, lse = _attend_rows(
-        query, (start + token).to(tl.int64) * q_stride + head * LAYER.q_head, cache,
+        query, q_at, cache,
         tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, live & (split == 0),
         tl.maximum(begin, seen), end, length - query_len + token, window, scale, soft_cap, FORM,
     )  # fmt: skip
@@ -211,14 +222,15 @@ def _attend_part(
 
 
 @launcher(
-    integers=("q_stride", "o_stride", "num_seqs", "table_stride", "shortest", "window"),
+    integers=("q_stride", "q_head", "o_stride", "num_seqs", "table_stride", "shortest", "window"),
     indices=("query_start_loc", "seq_lens", "tables", "scales"),
     pointers=("query", "cache", "out", "sinks"),
 )
 def _attend_tile(
     query: tl.tensor, cache: tl.tensor, out: tl.tensor, sinks: tl.tensor,
     query_start_loc: tl.tensor, seq_lens: tl.tensor, tables: tl.tensor, scales: tl.tensor,
-    q_stride: tl.tensor, o_stride: tl.tensor, num_seqs: tl.tensor, table_stride: tl.tensor,
+    q_stride: tl.tensor, q_head: tl.tensor, o_stride: tl.tensor, num_seqs: tl.tensor,
+    table_stride: tl.tensor,
     shortest: tl.tensor,  # query tokens; sequences with fewer are left alone
     window: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, FORM: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -238,8 +250,9 @@ def _attend_tile(
     seen = first * 0
     if LAYER.has_window:
         seen = tl.maximum(first + token_start - window + 1, 0)
+    q_at = (start + token).to(tl.int64) * q_stride + head_offset(head, q_head, LAYER.q_align)
     result, _ = _attend_rows(
-        query, (start + token).to(tl.int64) * q_stride + head * LAYER.q_head, cache,
+        query, q_at, cache,
         tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, live,
         seen, first + tl.minimum(token_start + FORM.tokens, query_len), first + token, window,
         scale, soft_cap, FORM,
@@ -371,11 +384,11 @@ def plan_latents(
         merge = merging.plan_merge(place, batch, out, grid, cut, num_heads, most, NOT_SHARED)
     if cut.vector == 16:  # with a vector of half a warp the compiler spills in the walk
         cut = cut._replace(vector=32)
-    strides = (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0))
+    strides = (*query.stride()[:2], out.stride(0), batch.num_seqs, batch.block_table.stride(0))
     part_grid = (programs, *grid.shape)
     if is_wide and part.rows == wide.ROWS and block_size >= wide.LARGE:
         part_launch = _wide(place, query, cache, out, terms, layer, cut, part_grid)
-        part_launch = part_launch._replace(numbers=(*strides[2:], most, grid.target))
+        part_launch = part_launch._replace(numbers=(*strides[3:], most, grid.target))
     else:
         part_variant = _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper)
         part_launch = Launch(part_variant, part_grid, (*strides, most, grid.target))
@@ -414,7 +427,7 @@ def _plan_tiles(
     variant = _variant(place, query, cache, terms, layer, shape, None, on_hopper=False)
     tiles = batch.num_tokens // (shape.rows // shape.heads) + batch.num_seqs
     grid = (ceil_div(num_heads, shape.heads), tiles, 1)
-    strides = (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0))
+    strides = (*query.stride()[:2], out.stride(0), batch.num_seqs, batch.block_table.stride(0))
     return Launch(variant, grid, (*strides, shortest)), None
 
 

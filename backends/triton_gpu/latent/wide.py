@@ -17,6 +17,13 @@ Grid: `attend_part` as in `latent`. `attend_tile`: one program a multiprocessor,
 of tokens and slices of heads in the order of `prefill/order.py`; what comes next is loaded while a
 tile ends.
 
+Weights and factors go from the first group to the second by `weighed` and back by `taken`: a group
+has a barrier of its four warps between what it writes or reads and the one thread that arrives, and
+a fence before that where the matrix unit reads what was stored. So compute-sanitizer's racecheck,
+which does not follow an mbarrier from one part of a program to another, reports reads after writes
+here that are in order; `tests/backends/compile_kernels.py` checks the compiled code
+for the barriers.
+
 Bytes moved: each latent once a program, from L2 mostly, plus 8 * value_dim a part and row where a
 sequence is cut. Error and order as in `latent`. Source of the idea: FlashMLA, for halves of the
 values in two groups.

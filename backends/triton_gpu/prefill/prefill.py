@@ -31,7 +31,7 @@ from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu.prefill.order import find_tile
 from backends.triton_gpu.shared.e4m3 import load_scale, widen
 from backends.triton_gpu.shared.launch import Launch, launcher
-from backends.triton_gpu.shared.layer import Layer, layer_of
+from backends.triton_gpu.shared.layer import Layer, head_offset, layer_of
 from backends.triton_gpu.shared.place import Place, device_function, power_of_two
 from backends.triton_gpu.shared.soft_cap import split_logits
 from backends.triton_gpu.shared.softmax import (
@@ -99,7 +99,7 @@ def _walk_keys(
 
 
 @launcher(
-    integers=("num_seqs", "table_stride", "window", "shortest"),
+    integers=("q_stride", "q_head", "num_seqs", "table_stride", "window", "shortest"),
     indices=("query_start_loc", "seq_lens", "tables", "k_scale", "v_scale"),
     pointers=("query", "k_cache", "v_cache", "out", "sinks"),
 )
@@ -114,6 +114,8 @@ def _attend(
     sinks: tl.tensor,  # [num_q_heads], read if has_sinks
     k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if there is one
     v_scale: tl.tensor,  # likewise
+    q_stride: tl.tensor,  # from token to token
+    q_head: tl.tensor,  # from head to head
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,  # float
@@ -140,7 +142,9 @@ def _attend(
     head = kv_head * GROUP + row % GROUP
     live = (token < query_len) & (row < TOKENS * GROUP)
     mask = live[:, None] & (dim < LAYER.head_dim)[None, :]
-    offsets = (start + token).to(tl.int64) * FORM.q_token + head * LAYER.q_head
+    Q_ALIGN: tl.constexpr = LAYER.q_align
+    offsets = tl.multiple_of((start + token).to(tl.int64) * q_stride, [Q_ALIGN])
+    offsets += head_offset(head, q_head, Q_ALIGN)
     q = tl.load(query + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
     position = first + token
     if LAYER.e4m3 and query.dtype.element_ty == tl.bfloat16:
@@ -183,8 +187,6 @@ class Form(NamedTuple):
     """What the portable kernel is compiled for."""
 
     layer: Layer
-    q_token: int
-    """From one token of the queries to the next."""
     o_token: int
     negative: bool
     """The scale."""
@@ -208,16 +210,13 @@ def plan_prefill(
     layer = layer_of(place, query, cache, out, terms)
     size, room = query.element_size(), place.shared_bytes(query.device)
     rows, keys, warps, stages = shape_of_tiles(layer.width * size, size, group, longest, room)
-    q_token = (
-        query.stride(0) if len(query) > 1 else query[0].numel()
-    )  # of one token it means nothing
-    form = Form(layer, q_token, out.stride(0), terms.scale < 0, rows, keys)
+    form = Form(layer, out.stride(0), terms.scale < 0, rows, keys)
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
     variant = _attend.variant(
         place, query.device, dtypes, (form,), num_warps=warps, num_stages=stages
     )
     grid = (num_kv_heads, batch.num_tokens // (rows // group) + batch.num_seqs, 1)
-    return Launch(variant, grid, (batch.num_seqs, batch.block_table.stride(0)))
+    return Launch(variant, grid, (*query.stride()[:2], batch.num_seqs, batch.block_table.stride(0)))
 
 
 def prefill(

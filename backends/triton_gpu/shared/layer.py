@@ -10,18 +10,20 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from backends.contract import AttentionTerms, KVCache
 from backends.triton_gpu.shared.e4m3 import scale_step
-from backends.triton_gpu.shared.place import Place, power_of_two
+from backends.triton_gpu.shared.place import Place, device_function, power_of_two
 
 
 class Layer(NamedTuple):
     """A layer's compile-time values; of latents there is one KV head, and keys are values."""
 
-    q_head: int
-    """From one head of the queries to the next."""
+    q_align: int
+    """Elements that divide the strides of the queries, up to 16; the strides themselves are numbers
+    of a call, because from head to head they grow with the step where heads come first."""
     o_head: int
     k_strides: tuple[int, ...]
     """Of a block, a slot and a head."""
@@ -66,9 +68,21 @@ def layer_of(
     else:
         align = math.gcd(16, *k_strides, *v_strides)
     return Layer(
-        query.stride(1), out.stride(1), k_strides, v_strides, block_size,
+        query_align(query), out.stride(1), k_strides, v_strides, block_size,
         num_heads, num_heads // num_kv_heads, head_dim, key_dim - head_dim, align,
         terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
         cache.k.dtype == torch.float8_e4m3fn, place.has_e4m3(query.device),
         scale_step(cache.k_scale), scale_step(cache.v_scale),
     )  # fmt: skip
+
+
+def query_align(query: Tensor) -> int:
+    """Elements that divide a query's strides, up to 16; of one token or head it has none. O(1)."""
+    pairs = zip(query.shape[:2], query.stride()[:2], strict=True)
+    return math.gcd(16, *(stride for size, stride in pairs if size > 1))
+
+
+@device_function
+def head_offset(head: tl.tensor, q_head: tl.tensor, ALIGN: tl.constexpr) -> tl.tensor:
+    """Where query heads begin, from the token on; it may be far, where heads come first."""
+    return tl.multiple_of(head.to(tl.int64) * q_head, ALIGN)

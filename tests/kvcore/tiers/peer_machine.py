@@ -136,9 +136,11 @@ class PeerMachine(TierMachine):
     @rule()
     def hear(self):
         self.peer.tier._resets.clear()  # here they all come at once
-        before = self.peer.tier._news
+        before, process = self.peer.tier._news, self.peer.tier._process
         self.peer.hear()
         news = self.peer.tier._news
+        if self.peer.tier._process != process:
+            self.forgotten = set()
         if news is not before:
             self.had_failed = False
         if news is not None and not news.had_faults:  # else what it said may come late, or twice
@@ -170,7 +172,6 @@ class PeerMachine(TierMachine):
     @rule(weights=st.sampled_from("aab"), kind=st.sampled_from(["closed", "killed"]))
     def the_other_restarts(self, weights, kind):
         self.other.restart(kind, weights, 1, 0)
-        self.forgotten = set()
 
     @rule(is_known=st.booleans(), is_same=st.booleans(), purpose=st.sampled_from([1, 2]))
     def a_stranger_asks(self, is_known, is_same, purpose):

@@ -13,7 +13,7 @@ from model.compile import few_rows
 from model.compile.few_rows import FEW_ROWS, Kernels, few_row_sizes, fuse_few_rows
 from model.compile.piecewise import _joined, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
-from tests.model.compile.test_piecewise import TRACED, agree, inputs
+from tests.model.compile.test_piecewise import UNLIKE, agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
 from tests.model.few_rows_check import rotated, wanted
 from tests.model.networks import build
@@ -40,7 +40,7 @@ class Told:
         return wanted(x, weight, bias, scale, eps, residual, is_gated=is_gated)
 
 
-@pytest.mark.parametrize("architecture", TRACED)
+@pytest.mark.parametrize("architecture", UNLIKE)
 def test_a_network_with_fused_products_gives_what_it_gave(architecture):
     traced = trace_network(switched(build(architecture, 3)), CPU)
     told = Told()

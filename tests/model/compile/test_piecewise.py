@@ -19,12 +19,12 @@ from model.forward.lora import Adapters
 from model.forward.warm_up import prepare_network
 from model.load.recurrence import find_states
 from tests.model.compile.test_traced_network import CPU, Telling, switched
-from tests.model.networks import CONFIGS, build
+from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
 from tests.model.tiny_configs import make_config
 from tests.model.walk import build_network
 
-TRACED = [name for name in CONFIGS if name != "gpt_oss"]
+UNLIKE = ["qwen2", "phi3", "olmo2", "gemma2", "gemma3n"]  # biases, joined weights, norms, readers
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ def inputs(num_tokens, rows):
 
 
 @pytest.mark.usefixtures("nothing_is_compiled_twice")
-@pytest.mark.parametrize("architecture", TRACED)
+@pytest.mark.parametrize("architecture", UNLIKE)
 def test_pieces_give_what_the_network_gives_for_any_number_of_tokens_and_rows(architecture):
     traced = trace_network(switched(build(architecture, 3)), CPU)
     pieces = compile_piecewise(traced, "eager")
-    sizes = [(8, [0, 3, 7]), (5, [0, 1, 2, 3, 4]), (2, [1]), (1, [0]), (30, [0, 29]), (7, [])]
+    sizes = [(8, [0, 3, 7]), (5, [0, 1, 2, 3, 4]), (1, [0]), (30, [0, 29]), (7, [])]
     for size in sizes:
         assert agree(traced, pieces, inputs(*size))
         pieces.settle()

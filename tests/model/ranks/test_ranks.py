@@ -14,6 +14,7 @@ import pytest
 from model.engine import Engine, TwinEngine
 from model.errors import RankLostError, UnsupportedModelError, UsageError
 from model.ranks.ranks import Ranks, join_ranks
+from tests.model import vision
 from tests.model.cli.test_run import main
 from tests.model.walk import DATA
 
@@ -43,6 +44,7 @@ def texts_of(output):
     return [each["text"] for each in json.loads(output)["requests"]]
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(each) + "\n" for each in _PROMPTS))
@@ -82,6 +84,31 @@ def test_processes_with_a_draft_model_write_what_one_writes_without(tmp_path):
     assert texts_of(shared.stdout) == texts_of(alone.stdout)
     stats = json.loads(shared.stdout)["stats"]
     assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 50
+
+
+def test_images_are_computed_on_every_rank(tmp_path, capsys):
+    vision.save("Qwen3VLConfig", tmp_path)
+    images = [str(tmp_path / name) for name in ("one.png", "other.png")]
+    for seed, path in enumerate(images):
+        vision.image(40, 30 + seed, seed).save(path)
+    mark, prompts = "<|image_pad|>", tmp_path / "prompts.jsonl"
+    common = {"max_tokens": 8, "ignore_eos": True}
+    asked = [
+        {"prompt": f"a text {mark} and {mark} more", "images": images},
+        {"prompt": f"a text {mark} is it", "images": images[1:]},
+        {"prompt": f"a text {mark} is it", "images": images[:1]},
+        {"prompt": "a text"},
+    ]
+    prompts.write_text("".join(json.dumps(each | common) + "\n" for each in asked))
+    sizes = ["--num-blocks", "40", "--block-size", "4", "--max-num-batched-tokens", "80"]
+    run = ["--model", str(tmp_path), "--prompts-file", str(prompts), *sizes, "--json"]
+    assert main(run) == 0
+    alone = json.loads(capsys.readouterr().out)
+    shared = torchrun(2, "-m", "model.run", *run, "--tp", "2", "--check-ranks")
+    assert shared.returncode == 0, shared.stderr
+    found = [each["tokens"] for each in json.loads(shared.stdout)["requests"]]
+    assert found == [each["tokens"] for each in alone["requests"]]
+    assert found[1] != found[2]
 
 
 @pytest.mark.slow
@@ -153,11 +180,14 @@ def test_experts_that_stay_whole_give_the_same_logits_and_what_has_none_is_refus
 
 @pytest.mark.walk
 @pytest.mark.parametrize(
-    ("what", "size", "least"), [("walk", 2, 60), ("walk", 4, 60), ("experts", 2, 20)]
+    ("what", "size", "every", "least"),
+    # Of four processes only the sizes are new: a third of the networks has each.
+    [("walk", 2, 1, 60), ("walk", 4, 3, 15), ("experts", 2, 1, 20)],
 )
-def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, size, least):
+def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, size, every, least):
     walked = json.loads(DATA.read_text())["outcomes"]
-    names = [f"{name}/{variant}" for name, variant, outcome in walked if outcome == "equal"]
+    equal = [f"{name}/{variant}" for name, variant, outcome in walked if outcome == "equal"]
+    names = equal[::every]
     ended = torchrun(size, str(_ROOT / "tests/model/ranks_main.py"), what, *names, timeout_s=1200)
     assert ended.returncode == 0, ended.stderr[-4000:]
     outcomes = json.loads(ended.stdout)

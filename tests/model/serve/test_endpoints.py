@@ -154,3 +154,20 @@ def test_strict_fields_refuses_an_unknown_field(make_engine):
         "param": "promt",
         "code": "unknown_field",
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "named"),
+    [
+        ("/v1/embeddings", {"input": "x"}, 404, "/v1/embeddings"),
+        ("/infill", {"input_prefix": "x", "input_suffix": "y"}, 404, "/infill"),
+        ("/v1/completions", {**GREEDY, "suffix": "x"}, 400, "suffix"),
+        ("/v1/completions", {**GREEDY, "model": "another"}, 404, "another"),
+        ("/v1/batches", {"input_file_id": "x"}, 404, "/v1/batches"),
+        ("/sleep", {}, 404, "/sleep"),
+    ],
+)
+def test_what_other_servers_have_alone_is_refused_by_name(http, path, body, status, named):
+    refused = http.post(path, json=body)
+    assert refused.status_code == status
+    assert named in refused.json()["error"]["message"]

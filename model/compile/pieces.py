@@ -1,0 +1,222 @@
+"""One piece of a network: compiled by PyTorch's inductor, and kept on disk with its kernels.
+
+A second start reads a piece and runs it: nothing is traced, and no other cache is asked. Sizes that
+change are symbols, those of equal length one symbol.
+
+Decides: what compiled code depends on, and for which sizes it holds: the compiler notes what it
+assumes of a size (that 32 bits number all elements), and larger ones are not for it.
+
+Invariants: what cannot be compiled alone, or kept, is compiled by `torch.compile` at each start.
+
+Does not know: how a network was cut, which sizes it will be run with.
+"""
+
+import hashlib
+import logging
+import struct
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+from model.compile.stored_graphs import cache_dir, read_file, write_file
+
+_log = logging.getLogger(__name__)
+_OPTIONS = {"combo_kernels": True}
+"""Kernels that could run in parallel become one: a launch costs as much as their work here."""
+
+_HEAD = struct.Struct(">QQ")  # the limits
+MOST = 1 << 20  # no step has as many tokens
+_LEAST_LIMIT = 1024  # a piece for fewer is not worth its file
+
+
+class Piece(nn.Module):
+    """Compiled operations that know which dimensions of their inputs will change.
+
+    Args:
+        module: the operations, without tensors of their own.
+        sized: of each input the dimensions that change: all with 0 have one length, all with 1
+            another, each with -1 one of its own.
+        backend: of `torch.compile`; only what "inductor" compiles is kept on disk.
+
+    Attributes:
+        limits: by these numbers, the longest dimensions that it may be called with.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, sized: Sequence[Mapping[int, int]], backend: str
+    ) -> None:
+        super().__init__()
+        self.limits = (MOST, MOST)
+        self._module = module
+        self._sized = sized
+        self._backend = backend
+        self._marks = False
+        self._run: Callable[..., Sequence[Tensor]] | None = None
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Compute the piece; the first call compiles it. O(1) beside it."""
+        if self._run is None:
+            self._run = self._compiled(inputs)
+        if self._marks:
+            for tensor, dims in zip(inputs, self._sized, strict=True):
+                for dim in dims:
+                    torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
+        return tuple(self._run(*inputs))
+
+    def settle(self) -> None:
+        """Stop marking dimensions: all compilation is done."""
+        self._marks = False
+
+    def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        is_kept = self._backend == "inductor"
+        if is_kept:
+            try:
+                run, self.limits = _kept(self._module, inputs, self._sized)
+            except Exception as error:  # noqa: BLE001  # a compiler may raise any error
+                _log.debug("compiled again at each start: %s", error)
+            else:
+                return run
+        self._marks = True
+        options: dict[str, Any] | None = _OPTIONS if is_kept else None
+        return torch.compile(self._module, backend=self._backend, options=options, fullgraph=True)
+
+
+def _kept(
+    module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
+) -> tuple[Callable[..., Sequence[Tensor]], tuple[int, int]]:
+    """The compiled piece, from the disk or for it, and its limits. Raises where that cannot be."""
+    path = cache_dir() / "pieces" / _digest(module, inputs, sized)
+    try:
+        content = read_file(path)
+        first, second = _HEAD.unpack(content[: _HEAD.size])
+        return _loaded(content[_HEAD.size :]), (first, second)
+    except Exception as error:  # noqa: BLE001  # a file may hold anything
+        _log.debug("compiling: %s", error)
+    artifact, limits = _compile(module, inputs, sized)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "piece"
+        artifact.save(path=str(saved))
+        content = saved.read_bytes()
+    run = _loaded(content)  # so that both starts run the same
+    write_file(path, _HEAD.pack(*limits) + content)
+    return run, limits
+
+
+def _digest(
+    module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
+) -> str:
+    """A name for all that compiled code depends on. O(inputs)."""
+    device = inputs[0].device
+    capability: object = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        capability = (gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count)
+    looks = []
+    for tensor, dims in zip(inputs, sized, strict=True):
+        shape, stride = [*tensor.shape], [*tensor.stride()]
+        looks.append((shape, stride, tensor.dtype, str(tensor.device), dims))
+    inductor = import_module("torch._inductor")
+    key = import_module(
+        "torch._inductor.codecache"
+    ).torch_key()  # of PyTorch's and Triton's sources
+    facts = (module.code, looks, str(capability), inductor.config.get_hash(), key, _OPTIONS)
+    own = Path(__file__).read_bytes()
+    return hashlib.sha256(repr(facts).encode() + own).hexdigest()
+
+
+def _compile(
+    module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
+) -> tuple[Any, tuple[int, int]]:
+    """What inductor makes of a piece, and its limits."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    fakes = []
+    for place, (tensor, dims) in enumerate(zip(inputs, sized, strict=True)):
+        kinds = [DimDynamic.STATIC] * tensor.dim()
+        for dim, size in dims.items():
+            kinds[dim] = DimDynamic.DYNAMIC if size < 0 else DimDynamic.DUCK
+        seen = StatelessSymbolicContext(dynamic_sizes=kinds)  # type: ignore[var-annotated]
+        source = ConstantSource(f"x{place}")
+        fake = mode.from_tensor(tensor.detach(), symbolic_context=seen, source=source)
+        fakes.append(fake)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    owned = fx.GraphModule(nn.Module(), graph)
+    values = _Noted(owned)
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        values.run(*fakes)
+    compile_alone = import_module("torch._inductor").standalone_compile
+    artifact = compile_alone(
+        owned, fakes, dynamic_shapes="from_graph", options={"config_patches": _OPTIONS}
+    )
+    return artifact, _limits(shapes, fakes, sized)
+
+
+class _Noted(fx.Interpreter):
+    """Notes the value of each node where the compiler looks for it."""
+
+    def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401  # as PyTorch has it
+        """See `fx.Interpreter`."""
+        value = n.meta["example_value"] = super().run_node(n)
+        return value
+
+
+def _limits(
+    shapes: ShapeEnv, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
+) -> tuple[int, int]:
+    """The longest dimensions for which the compiler's assumptions hold; those with -1 limit both.
+
+    Raises:
+        ValueError: they do not hold for all shorter ones.
+    """
+    hints = dict(getattr(shapes, "backed_var_to_val", None) or shapes.var_to_val)
+    limits = [MOST, MOST]
+    for tensor, dims in zip(inputs, sized, strict=True):
+        for dim, size in dims.items():
+            node: Any = getattr(tensor.shape[dim], "node", None)
+            least = 0
+            if node is not None and node.expr.is_symbol:  # otherwise it became a number
+                least = _limit(shapes, node.expr, hints)
+            if least < _LEAST_LIMIT or least < node.hint:
+                found = [guard.expr for guard in shapes.guards]
+                raise ValueError(f"wanted code for any size, got {found}")
+            for each in (0, 1) if size < 0 else (size,):
+                limits[each] = min(limits[each], least)
+    return limits[0], limits[1]
+
+
+def _limit(shapes: ShapeEnv, symbol: Any, hints: dict[Any, Any]) -> int:  # noqa: ANN401  # of sympy
+    """The highest power of two up to which all assumptions hold that are about a size."""
+    limit = MOST
+    for guard in shapes.guards:
+        size = 2 if symbol in guard.expr.free_symbols else limit + 1
+        while size <= limit:
+            near = {size - 1, size, size + 1} - {1, limit + 1}
+            if not all(guard.expr.xreplace({**hints, symbol: each}) for each in near):
+                limit = size // 2
+            size *= 2
+    return limit
+
+
+def _loaded(content: bytes) -> Callable[..., Sequence[Tensor]]:
+    """The compiled piece that was saved."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        artifact: Callable[..., Sequence[Tensor]] = import_module(
+            "torch._inductor"
+        ).CompiledArtifact.load(path=file.name)
+    return artifact

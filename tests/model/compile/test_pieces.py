@@ -1,0 +1,148 @@
+"""A piece is compiled once on a machine, for every size that its code holds for."""
+
+import shutil
+import stat
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    guard_bool,
+)
+
+from model.compile import pieces
+from model.compile.pieces import MOST, Piece
+from model.compile.piecewise import compile_piecewise
+from model.compile.traced_network import trace_network
+from tests.model.compile.test_traced_network import CPU, switched
+from tests.model.networks import build
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pieces"
+
+
+def module():
+    """[n, 16] times a weight, and the halves of what is positive there."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    product = graph.call_function(nn.functional.linear, (x, weight))
+    size = graph.call_method("size", (x, 0))
+    halves = graph.call_function(torch.reshape, (product, (size, 2, -1)))
+    graph.output((graph.call_function(torch.relu, (halves,)), product))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+WEIGHT = nn.Parameter(torch.linspace(-1, 1, 8 * 16).reshape(8, 16))
+SIZED = [{0: 0}, {}]
+
+
+@torch.no_grad()
+def runs(piece):
+    """Whether a piece gives what its operations give, for several sizes."""
+    for count in (12, 2, 50, 3000):
+        x = torch.linspace(-2, 3, count * 16).reshape(count, 16)
+        wanted = module()(x, WEIGHT)
+        assert all(map(torch.allclose, piece(x, WEIGHT), wanted, [1e-4] * 2, [1e-4] * 2))
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, as where it is called
+def test_a_second_start_compiles_nothing(folder, monkeypatch):
+    made, compile_piece = [], pieces._compile
+    monkeypatch.setattr(pieces, "_compile", lambda *it: made.append(0) or compile_piece(*it))
+    monkeypatch.setattr(torch, "compile", None)
+    for _ in range(2):
+        piece = Piece(module(), SIZED, "inductor")
+        runs(piece)
+        assert piece.limits == (MOST, MOST)
+    assert len(made) == 1
+    [path] = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    content = bytearray(path.read_bytes())
+    content[-40] ^= 1
+    path.write_bytes(content)
+    runs(Piece(module(), SIZED, "inductor"))
+    assert len(made) == 2
+    runs(Piece(module(), SIZED, "inductor"))
+    assert len(made) == 2
+
+
+def test_what_code_depends_on_changes_its_name(folder, monkeypatch):
+    x = torch.zeros(12, 16)
+    before = pieces._digest(module(), [x, WEIGHT], SIZED)
+    assert pieces._digest(module(), [x + 1, WEIGHT], SIZED) == before
+    other = module()
+    next(iter(other.graph.find_nodes(op="call_function", target=torch.relu))).target = torch.sin
+    other.recompile()
+    names = {
+        before,
+        pieces._digest(other, [x, WEIGHT], SIZED),
+        pieces._digest(module(), [x.double(), WEIGHT], SIZED),
+        pieces._digest(module(), [x.T.contiguous().T, WEIGHT], SIZED),
+        pieces._digest(module(), [x, WEIGHT], [{0: -1}, {}]),
+    }
+    monkeypatch.setitem(pieces._OPTIONS, "combo_kernels", False)
+    names.add(pieces._digest(module(), [x, WEIGHT], SIZED))
+    assert len(names) == 6
+
+
+def test_what_cannot_be_compiled_alone_is_compiled_at_each_start(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pieces, "_compile", lambda *_: 1 / 0)
+    monkeypatch.setattr(torch, "compile", lambda it, **how: asked.append(how) or it)
+    piece = Piece(module(), SIZED, "inductor")
+    runs(piece)
+    assert [each["backend"] for each in asked] == ["inductor"]
+    assert not folder.exists()
+
+
+def assuming(*conditions):
+    """The limit of code that assumes something of a size, which was 12."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    seen = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
+    tokens, rows = (
+        mode.from_tensor(torch.zeros(n), symbolic_context=seen, source=ConstantSource(f"x{n}"))
+        for n in (12, 7)
+    )
+    assert guard_bool(rows.shape[0] * 100_000 <= 2**31 - 1)
+    for condition in conditions:
+        assert guard_bool(condition(tokens.shape[0]))
+    limit, other = pieces._limits(shapes, [tokens, rows], [{0: 0}, {0: 1}])
+    assert other == 16_384
+    assert pieces._limits(shapes, [rows], [{0: -1}]) == (16_384, 16_384)
+    return limit
+
+
+def test_code_is_for_no_size_that_breaks_what_it_assumes():
+    assert assuming() == MOST
+    limit = assuming(lambda n: n * 151_936 <= 2**31 - 1)
+    assert limit * 151_936 <= 2**31 - 1 < 2 * limit * 151_936
+    assert assuming(lambda n: n * 3072 < 2**31, lambda n: n * 151_936 <= 2**31 - 1) == limit
+    for narrow in (lambda n: n % 4 == 0, lambda n: n == 12, lambda n: n < 600, lambda n: n > 5):
+        with pytest.raises(ValueError, match="wanted code for any size"):
+            assuming(narrow)
+
+
+def test_a_step_above_the_limit_runs_as_traced():
+    traced = trace_network(switched(build("qwen3", 3)), CPU)
+    network = compile_piecewise(traced, "eager")
+    for piece in network.pieces:
+        piece.limits = (100, 60)
+    network.pieces[1].limits = (40, 70)
+    network.settle()
+    rows = torch.arange(3)
+    assert network._choose(40, rows)[0] == network.module.forward
+    assert network._choose(41, rows)[0] == traced.module.forward
+    assert network._choose(40, torch.arange(60))[0] == network.module.forward
+    assert network._choose(40, torch.arange(61))[0] == traced.module.forward
