@@ -123,6 +123,11 @@ def _keeps():
         KEPT.append(b"x" * (300 << 20))
 
 
+def _opened(core):
+    sequence = core.kv.open(range(40))
+    core.kv.reserve(sequence, 40)
+
+
 KEPT = []
 PLANTS = {
     "": lambda _: None,
@@ -130,7 +135,9 @@ PLANTS = {
     "blocks": lambda _: _unknown(lambda: time.sleep(0.3)),
     "burns": lambda _: _unknown(_burns),
     "grows": lambda _: _unknown(_keeps),
-    "forgets to abort": lambda engine: setattr(engine, "_abort_requests", KEPT.extend),
+    "keeps blocks": lambda engine: _unknown(
+        lambda: KEPT.append(asyncio.ensure_future(engine.call(_opened)))
+    ),
     "keeps tasks": lambda _: _unknown(lambda: KEPT.append(asyncio.ensure_future(_endless()))),
 }
 

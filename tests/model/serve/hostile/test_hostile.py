@@ -21,7 +21,7 @@ def test_a_few_hostile_requests_of_every_kind_do_no_harm():
         ("burns", "keys and names", "beyond load"),
         ("grows", "keys and names", "memory: wanted"),
         ("keeps tasks", "keys and names", " tasks, "),
-        ("forgets to abort", "volume", "left at the end: "),
+        ("keeps blocks", "keys and names", " blocks, "),
     ],
 )
 def test_a_planted_bug_is_found(plant, kind, found):
