@@ -22,7 +22,8 @@ usage: python -m model COMMAND [flags]
 
 {commands}
 
-python -m model COMMAND --help shows the flags of a command; --version shows the version.
+python -m model COMMAND --help shows the common flags of a command, --help-all all of them;
+--version shows the version.
 """
 
 if __name__ == "__main__":
@@ -37,7 +38,7 @@ if __name__ == "__main__":
             import kvcore
 
             print(f"kvcore {kvcore.__version__}")
-        elif command in {"-h", "--help"}:
+        elif command in {"-h", "--help", "--help-all"}:
             rows = [f"  {name:9}{words}" for name, words in COMMANDS.items()]
             print(_HELP.format(commands="\n".join(rows)), end="")
         elif command not in COMMANDS:

@@ -34,8 +34,8 @@ class Options:
 def chat_flags() -> Flags:
     """The flags of `python -m model.chat`. O(flags)."""
     flags = Flags("python -m model.chat", "Talk to a model in the terminal.", _EPILOG)
-    flags.add("conversation", ChatOptions)
     flags.add("model and hardware", ModelOptions)
+    flags.add("conversation", ChatOptions)
     sampling = {"max_tokens": 512, "temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.1}
     flags.add("sampling", SamplingParams, without=("n", "logprobs"), **sampling)
     flags.add("engine: KV cache, scheduling and execution", EngineConfig, max_num_seqs=1)
@@ -73,6 +73,8 @@ if __name__ == "__main__":
             sys.exit(follow(options.model, options.engine))
         with telling(f"loading {options.model.path}"):
             engine = make_engine(options.model, options.engine, say)
+        if options.model.model is None:
+            say("the tiny model only continues texts about Python; --model names one that chats")
         talk = Conversation(
             engine, options.params, options.chat.system, lora_name=options.chat.lora_name
         )

@@ -7,6 +7,7 @@ Does not know: files, models, backends; whether a name means anything.
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from model.cli.files import OutputFile
@@ -57,6 +58,12 @@ class ModelOptions:
         help="debugging, with --tp: compare the block tables of all processes after every step",
         needs=("tp",),
     )
+
+    @property
+    def name(self) -> str:
+        """What requests call it: an id on the hub as it is, a folder or a file by its last part."""
+        path = Path(self.path)
+        return path.name if path.exists() else self.path
 
     @property
     def follows(self) -> bool:

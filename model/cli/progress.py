@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from model.errors import visible
 
-_PATIENCE_S = 3.0
+_PATIENCE_S = 2.0
 
 
 def say(line: str) -> None:

@@ -21,6 +21,7 @@ Does not know: which settings there are, files, models.
 """
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -176,7 +177,10 @@ class Flags:
         Raises:
             UsageError: an unknown flag, or a value that is not allowed.
         """
-        found = vars(self._parser.parse_args(argv))
+        parsed, unknown = self._parser.parse_known_args(argv)
+        if unknown:
+            raise UsageError(self._unknown(unknown))
+        found = vars(parsed)
         given: dict[type, dict[str, object]] = {}
         for declared in self._defaults:
             values = {
@@ -189,6 +193,14 @@ class Flags:
                 for name, value in values.items()
             }
         return Said(given, self._defaults)
+
+    def _unknown(self, words: list[str]) -> str:
+        """What is wrong with words that are no flags, and which flag may have been meant."""
+        flags = self._parser._option_string_actions  # noqa: SLF001  # no other way to list them
+        asked = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
+        near = difflib.get_close_matches(asked, flags, n=1, cutoff=0.75)
+        hint = f"did you mean {near[0]}?" if near else "--help-all shows all flags"
+        return f"unrecognized arguments: {' '.join(words)}; {hint}"
 
     def rows(self) -> dict[str, list[FlagRow]]:
         """Every flag as a page describes it, by title. O(settings)."""

@@ -6,7 +6,6 @@ Does not know: Ray, FastAPI, torch, models.
 """
 
 from collections.abc import Sequence
-from pathlib import PurePath
 
 from model.cli.options import ModelOptions
 from model.cli.settings import Flags
@@ -48,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ClusterOptions:
     model = said.of(ModelOptions)
     serve = said.of(
         ServeConfig,
-        served_model_name=PurePath(model.path).name,
+        served_model_name=model.name,
         api_keys=keys_of_environment(),
     )
     if "serve_kv" in said.given(EngineConfig):

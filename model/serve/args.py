@@ -8,7 +8,6 @@ Does not know: FastAPI, torch, models.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from model.cli.options import ModelOptions
 from model.cli.settings import Flags
@@ -39,8 +38,8 @@ def serve_flags() -> Flags:
         "Serve a model over an HTTP interface compatible with OpenAI's.",
         _EPILOG,
     )
-    flags.add("server", ServeConfig)
     flags.add("model and hardware", ModelOptions)
+    flags.add("server", ServeConfig)
     title = "engine: KV cache, scheduling and execution"
     flags.add(title, EngineConfig, record_lifetimes=True)
     return flags
@@ -57,7 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
     model = said.of(ModelOptions)
     serve = said.of(
         ServeConfig,
-        served_model_name=PurePath(model.path).name,
+        served_model_name=model.name,
         api_keys=keys_of_environment(),
     )
     engine = said.of(EngineConfig, record_events=serve.kv_events is not None)

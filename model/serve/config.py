@@ -34,7 +34,8 @@ class ServeConfig:
     )
     served_model_name: str | None = setting(
         None,
-        help="model name in requests and answers (default: the last part of --model)",
+        help="model name in requests and answers (default: --model; of a folder or file, the last "
+        "part of its path)",
         metavar="NAME",
         is_common=True,
     )

@@ -26,7 +26,7 @@ from model.async_engine import AsyncEngine, EngineState
 from model.cli.files import OutputFile
 from model.cli.progress import say
 from model.cli.signals import stopping
-from model.errors import RankLostError, UsageError, visible
+from model.errors import RankLostError, UsageError, shown, visible
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig
@@ -89,7 +89,10 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         try:
             config.load()
         except (OSError, ssl.SSLError) as error:
-            raise UsageError(f"--tls-certfile, --tls-keyfile: {error}") from error
+            raise UsageError(
+                f"--tls-certfile {shown(options.serve.tls_certfile)}, "
+                f"--tls-keyfile {shown(options.serve.tls_keyfile)}: {error}"
+            ) from error
         server = Server(config)
         say(f"{address_of(listener, options.serve)}: loading {options.model.path}")
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:

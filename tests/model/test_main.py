@@ -24,7 +24,7 @@ def test_every_command_is_a_module():
         assert find_spec(f"model.{name}") is not None
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["--help-all"]])
 def test_without_a_command_it_names_them(argv):
     done = spawn("model", *argv)
     assert (done.returncode, done.stderr) == (0, "")
@@ -40,6 +40,14 @@ def test_a_command_that_does_not_exist_is_one_line_with_those_that_do():
     done = spawn("model", "fly")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: command: wanted {', '.join(COMMANDS)}, got 'fly'\n"
+
+
+def test_a_certificate_that_is_missing_is_one_line_with_both_flags_and_files():
+    done = spawn("model", "serve", "--port", "0", "--tls-certfile", "c.pem", "--tls-keyfile", "k.pem")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: --tls-certfile 'c.pem', --tls-keyfile 'k.pem': "
+    )
 
 
 @pytest.mark.parametrize("name", ["run", "serve"])  # a module, and a package

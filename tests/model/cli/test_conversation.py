@@ -157,6 +157,7 @@ def test_ctrl_c_stops_an_answer_and_sigterm_the_conversation_which_is_stored(tmp
     assert 0 < len(out) < 3000
     assert process.returncode == 128 + signal.SIGTERM
     assert err.endswith(b"terminated: the conversation has ended\n")
+    assert b"the tiny model only continues texts" in err
     tier = DiskTier(tmp_path, 1 << 30)
     tier.start(meaning_of({}), 1 << 16)
     assert tier.stats.faults["foreign"] > 0  # whole records, of a network

@@ -101,9 +101,10 @@ def test_the_last_one_counts_where_a_flag_takes_one_value():
         ("--room 1.5G", r"--room: wanted bytes, such as 1073741824, 512M or 2GiB, got '1.5G'"),
         ("--room 0", r"--room: wanted an integer of at least 1, got 0"),
         ("--wanted=yes", r"--wanted/--no-wanted: ignored explicit argument 'yes'"),
-        ("--secret 1", r"unrecognized arguments: --secret 1"),
-        ("--cou 1", r"unrecognized arguments: --cou 1"),
-        ("7", r"unrecognized arguments: 7"),
+        ("--secret 1", r"unrecognized arguments: --secret 1; --help-all shows all flags"),
+        ("--cou 1", r"unrecognized arguments: --cou 1; did you mean --count\?"),
+        ("--rom=1", r"unrecognized arguments: --rom=1; did you mean --room\?"),
+        ("7", r"unrecognized arguments: 7; --help-all shows all flags"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it_what_was_wanted_and_what_came(argv, message):

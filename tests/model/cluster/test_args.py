@@ -15,6 +15,7 @@ from model.cluster.args import parse_args
 from model.errors import InvalidArgumentError, UsageError
 from model.forward import lora
 from model.load import loader
+from model.serve import args as serve_args
 
 _ROOT = Path(__file__).parents[3]
 
@@ -37,6 +38,12 @@ def test_flags_become_settings():
     assert options.model.tp == 2
     assert options.engine.record_events
     assert options.serve.served_model_name == "tiny"
+
+
+def test_requests_call_a_model_of_the_hub_by_its_id_and_a_folder_by_its_last_part(tmp_path):
+    for parse in (parse_args, serve_args.parse_args):
+        for path, name in (("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), (str(tmp_path), tmp_path.name)):
+            assert parse(["--model", path]).serve.served_model_name == name
 
 
 @pytest.mark.parametrize(
