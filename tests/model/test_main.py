@@ -43,7 +43,9 @@ def test_a_command_that_does_not_exist_is_one_line_with_those_that_do():
 
 
 def test_a_certificate_that_is_missing_is_one_line_with_both_flags_and_files():
-    done = spawn("model", "serve", "--port", "0", "--tls-certfile", "c.pem", "--tls-keyfile", "k.pem")
+    done = spawn(
+        "model", "serve", "--port", "0", "--tls-certfile", "c.pem", "--tls-keyfile", "k.pem"
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(
         "error: --tls-certfile 'c.pem', --tls-keyfile 'k.pem': "
