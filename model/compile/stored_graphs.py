@@ -17,6 +17,7 @@ import os
 import platform
 import secrets
 import stat
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -31,6 +32,7 @@ from transformers import PreTrainedModel
 import kvcore.adapters.recurrent
 
 _MAX_CONSTANT = 4096  # numbers; a longer constant is none of the code
+_UNREAD_S = 60 * 24 * 3600
 _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 _OURS = ("attention", "caches", "compile", "forward", "load")  # what a trace of a network runs
 
@@ -250,13 +252,15 @@ def read_file(path: Path) -> bytes:
     head, body = content[:32], content[32:]
     if not is_ours or hashlib.sha256(path.name.encode() + body).digest() != head:
         raise ValueError(f"{path} is foreign or corrupt")
+    with suppress(OSError):
+        os.utime(path)  # when it was last of use
     return zlib.decompress(body)
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file with a checksum, for its owner alone; at no time is there half of one.
 
-    O(its bytes).
+    Files beside it that no start has read for 60 days are deleted. O(its bytes, the files there).
 
     Raises:
         OSError: it cannot be written.
@@ -271,3 +275,7 @@ def write_file(path: Path, content: bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+    for each in path.parent.iterdir():
+        with suppress(OSError):  # another process may have deleted it
+            if time.time() - each.stat().st_mtime > _UNREAD_S:
+                each.unlink()

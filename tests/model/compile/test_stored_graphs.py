@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,17 @@ def _altered(path):
     content = stored_graphs.read_file(path)
     assert b'"torch:rsqrt"' in content
     stored_graphs.write_file(path, content.replace(b'"torch:rsqrt"', b'"torch:sin"'))
+
+
+def test_files_that_no_start_has_read_for_long_are_deleted(folder):
+    old, used, new = (folder / name for name in ("old", "used", "new"))
+    long_ago = time.time() - 61 * 24 * 3600
+    for path in (old, used):
+        stored_graphs.write_file(path, b"x")
+        os.utime(path, (long_ago, long_ago))
+    assert stored_graphs.read_file(used) == b"x"
+    stored_graphs.write_file(new, b"x")
+    assert {*folder.iterdir()} == {used, new}
 
 
 @pytest.mark.parametrize("damage", [_flip, _cut, _empty, _open_to_all, _of_another, _altered])

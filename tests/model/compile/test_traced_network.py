@@ -149,7 +149,7 @@ def _padded(x):
         (lambda x: x if x.shape[1] > 50 else x * 2, "give other logits than it does"),
         (lambda x: x * 2 if x.shape[1] > 50 else x, "give other logits than it does"),
         (lambda x: _only(x, x.shape[1] * 3 // 4 + 8), "give other logits than it does"),
-        (_padded, "its traced operations fail for 1 tokens"),
+        (_padded, "its traced operations fail for 13 tokens"),
         (lambda x: x + x.shape[1] ** 2, f"{MULTIPLE}{TOKENS**2} "),
         (lambda x: x * -x.shape[1], f"{MULTIPLE}-{TOKENS} "),
         (lambda x: x + torch.arange(x.shape[1] + 1)[1:, None], f"{MULTIPLE}{TOKENS + 1} "),

@@ -84,7 +84,7 @@ def completion_logprobs(tokens, offset):
 
 READERS = [Reader(Form(), str)] * 4  # of answers that are text
 LEFT_OUT = {"choices": {"__all__": {"message": {"reasoning_content", "tool_calls"}}}}
-STREAM = SimpleNamespace(num_prompt_tokens=5, num_output_tokens=6, num_cached_tokens=4)
+STREAM = SimpleNamespace(samples=[0], num_prompt_tokens=5, num_output_tokens=6, num_cached_tokens=4)
 USAGE = Usage(
     prompt_tokens=5, completion_tokens=6, total_tokens=11,
     prompt_tokens_details=PromptTokensDetails(cached_tokens=4),

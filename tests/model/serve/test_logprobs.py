@@ -72,7 +72,8 @@ async def beside(turns, coroutine):
 class Finished:
     """A stream of which all has come."""
 
-    samples = num_prompt_tokens = num_output_tokens = num_cached_tokens = 1
+    samples = range(NUM_PROMPTS)
+    num_prompt_tokens = num_output_tokens = num_cached_tokens = 1
     is_over = False
 
     async def __aenter__(self):
