@@ -301,8 +301,9 @@ def _resolve(name: str) -> _Source:
     if is_other:
         raise ModelNotFoundError(f"model: wanted a folder or a .gguf file, got the file {name!r}")
     if not _HUB_ID.fullmatch(name):
+        kind = "file" if path.suffix == ".gguf" else "folder"
         raise ModelNotFoundError(
-            f"model: there is no folder {name!r}, and an id on the hub has the form owner/name"
+            f"model: there is no {kind} {name!r}, and an id on the hub has the form owner/name"
         )
     silence = "" if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
     if silence and not isinstance(try_to_load_from_cache(name, "config.json"), str):

@@ -33,6 +33,8 @@ def test_a_dtype_can_be_asked_for(checkpoint):
 def test_a_folder_that_is_not_there_is_refused_without_asking_the_hub():
     with pytest.raises(ModelNotFoundError, match=r"there is no folder '\./missing/model'"):
         load_model("./missing/model", CPU)
+    with pytest.raises(ModelNotFoundError, match=r"there is no file '\./missing/model\.gguf'"):
+        load_model("./missing/model.gguf", CPU)
     with pytest.raises(ModelNotFoundError, match="has the form owner/name"):
         load_model("missing", CPU)
 
