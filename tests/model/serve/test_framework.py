@@ -67,5 +67,8 @@ def test_an_agent_of_a_framework_uses_two_tools_and_answers(agents, streams):
     assert {tool["function"]["name"] for tool in model.asked[0]["tools"]} == {
         "add", "weather", "final_answer",
     }  # fmt: skip
-    said = str(model.asked[-1]["messages"])
-    assert "7" in said and "22" in said, "what the tools gave is in the last question"
+    told = [part["text"] for message in model.asked[-1]["messages"] for part in message["content"]]
+    assert [text for text in told if text.startswith("Observation")] == [
+        "Observation:\n7",
+        "Observation:\n22",
+    ]
