@@ -17,11 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from model.serve.bounds import Strict
-from model.serve.errors import ApiError
+from model.serve.errors import ApiError, in_body
 from model.serve.generation import read
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest, refuse_unsupported
@@ -73,8 +72,7 @@ class OtherRequest(Strict):
         try:
             made = ChatRequest.model_validate({**(self.model_extra or {}), **fields})
         except ValidationError as error:
-            every = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-            raise RequestValidationError(every) from error
+            raise in_body(error) from error
         if made.n not in {None, 1}:
             raise ApiError(400, f"n: wanted 1 here, got {made.n}", param="n")
         return made

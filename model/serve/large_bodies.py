@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
 from model.serve.bounds import Strict
-from model.serve.errors import ApiError, RefusedBodyError
+from model.serve.errors import ApiError, RefusedBodyError, in_body
 
 LARGE_BYTES = 32_768
 MAX_BRACKETS = 131_072
@@ -88,7 +88,6 @@ def read_body(body: bytes, kind: type[Strict]) -> object:
     try:
         made = kind.model_validate(data)
     except ValidationError as error:
-        every = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-        raise RequestValidationError(every) from error
+        raise in_body(error) from error
     made.prepare()
     return made
