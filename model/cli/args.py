@@ -13,7 +13,7 @@ from model.cli.options import (
     ModelOptions,
     OutputOptions,
     PromptOptions,
-    SampleOptions,
+    RequestOptions,
     TraceOptions,
 )
 from model.cli.settings import Flags
@@ -76,7 +76,7 @@ def run_flags() -> Flags:
     flags.add("model and hardware", ModelOptions)
     flags.add("model and hardware", PromptOptions)
     flags.add("sampling", SamplingParams)
-    flags.add("sampling", SampleOptions)
+    flags.add("sampling", RequestOptions)
     flags.add("engine: KV cache, scheduling and execution", EngineConfig)
     flags.add("output", OutputOptions)
     flags.add("output", TraceOptions)
@@ -91,7 +91,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         InvalidArgumentError: sizes that mean nothing together.
     """
     said = run_flags().parse(argv)
-    sampling = {**said.given(SamplingParams), **said.given(SampleOptions)}
+    sampling = {**said.given(SamplingParams), **said.given(RequestOptions)}
     output = said.of(OutputOptions)
     if output.verify:
         given = [f"--{name.replace('_', '-')}" for name in _UNLIKE_GREEDY if name in sampling]

@@ -9,13 +9,11 @@ import random
 import time
 
 from model.cli.bars import bar
-from model.cli.measured import Report
+from model.cli.measured import COMMON_TOKENS, Report
 from model.cli.options import LatencyOptions, ThroughputOptions
 from model.control.params import SamplingParams
 from model.control.submission import Submission
 from model.engine import Engine
-
-_MOST_TOKENS = 1000  # ids below it are in every vocabulary
 
 
 def sized(asked: LatencyOptions | ThroughputOptions) -> tuple[int, ...]:
@@ -25,7 +23,7 @@ def sized(asked: LatencyOptions | ThroughputOptions) -> tuple[int, ...]:
 
 
 def measured(engine: Engine, asked: LatencyOptions | ThroughputOptions) -> Report:
-    """Measure what is asked for. All its steps.
+    """Run the measurement that was asked for. O(its steps).
 
     Raises:
         ModelError: a request ended with an error.
@@ -83,7 +81,7 @@ def _run(
     is_shown: bool = False,
 ) -> float:
     """Run new requests to their ends; the seconds that it takes."""
-    tokens = range(min(_MOST_TOKENS, engine.vocab_size))
+    tokens = range(min(COMMON_TOKENS, engine.vocab_size))
     params = SamplingParams(max_tokens=output_len, ignore_eos=True)
     asked = [Submission(draw.choices(tokens, k=input_len), params) for _ in range(count)]
     began_s = time.perf_counter()

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from model.cli.bars import bar
-from model.cli.measured import Report
+from model.cli.measured import COMMON_TOKENS, Report
 from model.cli.options import LoadOptions
 from model.errors import UsageError, shown
 
-_MOST_TOKENS = 1000  # ids below it are in every vocabulary
 _TIMEOUT_S = 600
 
 
@@ -114,7 +113,7 @@ def send_load(asked: LoadOptions) -> Report:
     bodies = [
         {
             "model": name,
-            "prompt": draw.choices(range(_MOST_TOKENS), k=asked.input_len),
+            "prompt": draw.choices(range(COMMON_TOKENS), k=asked.input_len),
             "max_tokens": asked.output_len,
             "temperature": 0,
             "ignore_eos": True,

@@ -1,4 +1,4 @@
-"""What a measurement found: values for programs, and lines for people.
+"""What a measurement found: values for programs, and lines for people; what all of them need.
 
 Does not know: what was measured.
 """
@@ -6,6 +6,9 @@ Does not know: what was measured.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+
+COMMON_TOKENS = 1000
+"""Token ids below it are in every vocabulary."""
 
 
 @dataclass(slots=True)

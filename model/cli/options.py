@@ -61,7 +61,7 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """What requests call it: an id on the hub as it is, a folder or a file by its last part."""
+        """Its name in requests: an id on the hub unchanged, of a path the last part. O(1)."""
         path = Path(self.path)
         return path.name if path.exists() else self.path
 
@@ -104,8 +104,8 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleOptions:
-    """What is said of a prompt beside how its tokens are chosen."""
+class RequestOptions:
+    """What is said of a request, beside how its tokens are chosen."""
 
     priority: int = setting(
         0,

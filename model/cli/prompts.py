@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from model.cli.args import Options, parse_args
-from model.cli.options import SampleOptions
+from model.cli.options import RequestOptions
 from model.control.grammar import Grammar
 from model.control.params import MAX_INT, SamplingParams
 from model.control.settings import settings_of
@@ -26,8 +26,8 @@ from model.control.submission import Retained
 from model.errors import InvalidArgumentError, UsageError, shown
 from model.tiny import DEMO_PROMPTS
 
-_BESIDE = frozenset(one.name for one in settings_of(SampleOptions))
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - _BESIDE
+_OF_REQUESTS = frozenset(one.name for one in settings_of(RequestOptions))
+_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - _OF_REQUESTS
 _INPUTS = {"prompt", "images"}
 _DRAWS = ("top_k", "top_p", "min_p", "seed", "n")
 _CHANGES = (
@@ -52,14 +52,14 @@ class PromptSpec:
         where: where it came from, for messages.
         text: the prompt.
         params: how its tokens are chosen.
-        beside: when it runs, and what is cached of it.
+        request: its priority, LoRA adapter, and what of it is cached for whom.
         images: paths of its images.
     """
 
     where: str
     text: str
     params: SamplingParams
-    beside: SampleOptions
+    request: RequestOptions
     images: tuple[str, ...] = ()
 
 
@@ -192,9 +192,9 @@ def _parsed(where: str, line: str) -> Mapping[str, object]:
         raise UsageError(f"{where}: its lists or objects are nested too deeply") from error
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: wanted an object with a prompt, got {type(entry).__name__}")
-    unknown = sorted(entry.keys() - _FIELDS - _BESIDE - _INPUTS)
+    unknown = sorted(entry.keys() - _FIELDS - _OF_REQUESTS - _INPUTS)
     if unknown:
-        known = ", ".join(sorted(_FIELDS | _BESIDE | {"images"}))
+        known = ", ".join(sorted(_FIELDS | _OF_REQUESTS | {"images"}))
         raise UsageError(f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}")
     return entry
 
@@ -208,7 +208,7 @@ def _images(where: str, entry: Mapping[str, object]) -> tuple[str, ...]:
 
 def _params(
     where: str, index: int, options: Options, entry: Mapping[str, object]
-) -> tuple[SamplingParams, SampleOptions]:
+) -> tuple[SamplingParams, RequestOptions]:
     """The sampling parameters of an entry, and what else is said of it."""
     try:
         own = {
@@ -228,11 +228,11 @@ def _params(
         base = merged.get("seed", 0)
         if isinstance(base, int) and 0 <= base <= MAX_INT:  # any other is refused below
             merged["seed"] = (base + index) % (MAX_INT + 1)
-    beside = {name: merged.pop(name) for name in _BESIDE if name in merged}
+    beside = {name: merged.pop(name) for name in _OF_REQUESTS if name in merged}
     try:  # the constructors check each
         if "grammar" in merged:
             merged["grammar"] = Grammar.of(merged["grammar"])
-        return SamplingParams(**merged), SampleOptions(**beside)  # type: ignore[arg-type]
+        return SamplingParams(**merged), RequestOptions(**beside)  # type: ignore[arg-type]
     except InvalidArgumentError as error:
         raise UsageError(f"{where}: {error}") from error
 

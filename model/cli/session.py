@@ -235,9 +235,9 @@ def _queue(
                 Submission(
                     prompt,
                     spec.params,
-                    priority=spec.beside.priority,
-                    namespace=salted(spec.beside.cache_salt, spec.beside.lora_name),
-                    retain=[one.retention for one in spec.beside.retain],
+                    priority=spec.request.priority,
+                    namespace=salted(spec.request.cache_salt, spec.request.lora_name),
+                    retain=[one.retention for one in spec.request.retain],
                     images=images,
                 )
             )

@@ -240,7 +240,7 @@ def test_a_line_says_how_often_and_how_soon_over_the_command_line(tmp_path):
     lines = [{"prompt": "a", "n": 2, "priority": -3}, {"prompt": "b", "n": None}]
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     specs = read("--prompts-file", str(file), "--temperature", "1", "--n", "4")
-    assert [(spec.params.n, spec.beside.priority) for spec in specs] == [(2, -3), (4, 0)]
+    assert [(spec.params.n, spec.request.priority) for spec in specs] == [(2, -3), (4, 0)]
 
 
 def test_a_line_has_a_bias_by_token_and_a_grammar(tmp_path):
@@ -257,7 +257,7 @@ def test_what_is_kept_longer_is_said_by_a_flag_or_a_line(tmp_path):
     lines = [{"prompt": "a"}, {"prompt": "b", "retain": ["3:9@7/1000", "0:"]}]
     file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "c", "retain": "1:2"}])))
     found = [
-        [one.retention for one in spec.beside.retain]
+        [one.retention for one in spec.request.retain]
         for spec in read("--prompts-file", str(file), "--retain", "0:512", "--retain", "5:6@2")
     ]
     assert found == [
