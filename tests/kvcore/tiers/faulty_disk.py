@@ -11,6 +11,11 @@ READS = ("failed", "corrupted", "short", "stale")
 class BrokenError(AssertionError):
     """A property does not hold; the message begins with its number."""
 
+    @property
+    def prop(self):
+        """Its number, as `kvcore.InvariantError` has it."""
+        return str(self).partition(":")[0]
+
 
 class CrashedError(BaseException):
     """The process has died; nothing of it goes on."""

@@ -68,9 +68,7 @@ def broken_by(machine, program, seen=None):
                 seen["copies loaded"] += tier.stats.num_hits
                 seen["copies read"] += getattr(tier, "num_read", 0)
         life.teardown()
-    except BrokenError as error:
-        return str(error).partition(":")[0]
-    except kvcore.InvariantError as error:
+    except (BrokenError, kvcore.InvariantError) as error:
         return error.prop
     return None
 

@@ -264,9 +264,7 @@ def hunt(stories):
             life.every_block_is_accounted_for()
             life.finish_all()
             life.teardown()
-        except BrokenError as error:
-            return str(error).partition(":")[0]
-        except kvcore.InvariantError as error:
+        except (BrokenError, kvcore.InvariantError) as error:
             return error.prop
     return None
 

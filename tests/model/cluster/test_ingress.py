@@ -326,14 +326,19 @@ def test_a_replica_is_chosen_by_the_tokens_that_it_will_compute(ingress, codec):
     assert same == (codec.encode_chat(told), plain)
 
 
-def test_a_request_for_an_adapter_is_routed_by_the_namespace_that_replicas_compute_it_in(
-    ingress, codec, tmp_path, monkeypatch
-):
+@pytest.fixture
+def version(ingress, codec, tmp_path, monkeypatch):
+    """The version of the adapter `sql` in `tmp_path`, which the ingress can read."""
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / file).write_bytes(b"{}")
     modules = {"model.load.loader": SimpleNamespace(load_codec=lambda _: codec)}
     monkeypatch.setattr(ingress, "import_module", lambda name: modules.get(name, lora))
-    version = lora.read_versions([f"sql={tmp_path}"])["sql"]
+    return lora.read_versions([f"sql={tmp_path}"])["sql"]
+
+
+def test_a_request_for_an_adapter_is_routed_by_the_namespace_that_replicas_compute_it_in(
+    ingress, tmp_path, version
+):
     for model, namespace in (
         ("sql", kvcore.Namespace(salt=b"mine", lora_name="sql", lora_version=version)),
         ("gone", kvcore.Namespace(salt=b"mine")),  # a replica refuses it
@@ -345,13 +350,8 @@ def test_a_request_for_an_adapter_is_routed_by_the_namespace_that_replicas_compu
 
 
 def test_an_adapter_that_is_loaded_while_it_runs_is_routed_by_its_namespace_until_it_is_unloaded(
-    ingress, codec, tmp_path, monkeypatch
+    ingress, tmp_path, version
 ):
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / file).write_bytes(b"{}")
-    modules = {"model.load.loader": SimpleNamespace(load_codec=lambda _: codec)}
-    monkeypatch.setattr(ingress, "import_module", lambda name: modules.get(name, lora))
-    version = lora.read_versions([f"sql={tmp_path}"])["sql"]
     refused = Piece((400, JSON), b"{}", is_last=True)
     handle = Handle(ingress, *[[TAKEN, piece] for piece in (refused, WHOLE, WHOLE, WHOLE, WHOLE)])
 
