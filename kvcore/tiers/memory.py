@@ -113,7 +113,7 @@ class MemoryLink(Protocol):
 
 @final
 class Nixl:
-    """NIXL, as it is installed here.
+    """The NIXL package that is installed here.
 
     Args:
         is_same_machine: peers are on this machine: shared memory only, and no ports.

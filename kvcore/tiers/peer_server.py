@@ -139,7 +139,7 @@ class PeerServer:
             self._places = [number * largest for number in range(_MAX_READERS)]
 
     def take_place(self) -> tuple[SharedMemory, int] | None:
-        """Return memory and a place there that nobody else has; None: there is none. O(1)."""
+        """Return the shared memory and a free place in it; None: no place is free. O(1)."""
         with self._lock:
             if self._memory is None or not self._places:
                 return None

@@ -46,7 +46,7 @@ class Piece(nn.Module):
     """Compiled operations that know which dimensions of their inputs will change.
 
     Args:
-        module: the operations, without tensors of their own.
+        module: the operations; it holds no tensors.
         sized: of each input the dimensions that change: all with 0 have one length, all with 1
             another, each with -1 one of its own.
         backend: of `torch.compile`; only what "inductor" compiles is kept on disk.

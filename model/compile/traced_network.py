@@ -13,7 +13,7 @@ that multiple of the number at run time. No-ops (a cast to the same dtype, a pro
 removed. At the end the function is compared with the network, bit for bit, at several sizes,
 because a number may depend on the size in another way.
 
-LoRA adapters have a trace of their own, with the slot of each token's adapter as a further input.
+Steps with LoRA adapters have a separate trace: the adapter slot of each token is one more input.
 A module that keeps a recurrent state is one call in the trace, as attention is: it runs as it is,
 sequence by sequence.
 

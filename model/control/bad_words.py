@@ -3,7 +3,7 @@
 A sequence is kept out by barring its last token wherever the output ends with the others, as vLLM
 does. Only the output counts: a word that begins in the prompt is not seen.
 
-Invariants: what is barred depends on the last tokens of the output alone.
+Invariants: which tokens are barred depends only on the last tokens of the output.
 
 Does not know: logits, tokenizers.
 """
@@ -25,7 +25,7 @@ class BadWords:
         sequences: of token ids, none empty.
 
     Attributes:
-        always: tokens that are sequences of their own: barred everywhere.
+        always: tokens that are a whole sequence: barred at every position.
     """
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:

@@ -125,7 +125,7 @@ def spaced(schema: str) -> str:
     """A schema whose white space is bounded, unless its own `x-guidance` says otherwise. O(schema).
 
     Args:
-        schema: as JSON; what is no schema is returned as it is.
+        schema: as JSON; text that is no schema is returned unchanged.
     """
     try:
         read = json.loads(schema)
