@@ -120,7 +120,7 @@ def test_states_are_loaded_like_blocks(kind, tmp_path):
 
 
 def test_many_at_once_with_chunks_samples_and_preemptions_give_the_same(is_async, tmp_path):
-    prompts = [*turns(8, 2)]
+    prompts, sampling = [*turns(8, 2)], replace(GREEDY, max_tokens=20)
     small = make(
         disk=tmp_path,
         async_scheduling=is_async,
@@ -128,12 +128,12 @@ def test_many_at_once_with_chunks_samples_and_preemptions_give_the_same(is_async
         host_memory_bytes=50_000,
     )
     for _ in range(2):
-        got = small.generate(prompts, GREEDY)
-        large = make(num_blocks=400).generate(prompts, GREEDY)
+        got = small.generate(prompts, sampling)
+        large = make(num_blocks=400).generate(prompts, sampling)
         assert [g.request.output_tokens for g in got] == [o.request.output_tokens for o in large]
     assert small.stats.num_preemptions > 0
     assert small.tiers.stats.num_loads > 0
-    samples = small.submit(Submission(prompts[0], replace(GREEDY, n=3)))
+    samples = small.submit(Submission(prompts[0], replace(sampling, n=3)))
     while small.has_unfinished:
         small.step()
     assert len({tuple(request.output_tokens) for request in samples}) == 1

@@ -71,7 +71,7 @@ def test_the_weights_are_near_those_that_were_quantised(tmp_path, kind):
         assert error < (BOUNDS[kind] if weight.ndim == 2 else 1e-6), name
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_reading_takes_hardly_more_than_the_weights(tmp_path, monkeypatch):
     base = tmp_path / "base"
     shutil.copytree(CHECKPOINT_DIR, base, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
