@@ -255,11 +255,11 @@ class Engine(EngineCore):
         """Open host memory and disk behind the caches. Reads all weights once.
 
         Raises:
-            InvalidArgumentError: a tier cannot start, or several ranks share the network.
+            InvalidArgumentError: a tier cannot start, or a peer is asked for with several ranks.
         """
         network, sanitizer = self.network, self._sanitizer
-        if model.ranks is not None:
-            name = self.config.tier_settings[0]
+        if model.ranks is not None and (self.config.peer or self.config.serve_kv):
+            name = "peer" if self.config.peer else "serve_kv"
             raise InvalidArgumentError(f"{name}: cannot be used with --tp")
 
         def began(lease: kvcore.Lease) -> None:
@@ -274,6 +274,7 @@ class Engine(EngineCore):
             network.scales,
             kv,
             tiers.device_of(network.caches, began, None if sanitizer is None else sanitizer.lock),
+            model.ranks,
         )
         return opened
 
@@ -353,7 +354,7 @@ class TwinEngine(TwinCore, Engine):
         model: as each rank has loaded it; it has `ranks`.
         backend: as an engine's.
         config: as an engine's, the same on every rank.
-        is_checked: compare the block tables of all ranks after every step; one round trip each.
+        is_checked: compare the block tables of all ranks before every pass; one round trip each.
 
     Raises:
         InvalidArgumentError: the model is whole, or as an engine.

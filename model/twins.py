@@ -3,7 +3,8 @@
 Decides: what the ranks tell each other. Before each step the first rank says which requests have
 come and gone since the last, and nothing else: everything that follows (which blocks, which tables,
 which tokens run) each rank works out by itself, and all come to the same, because the allocator and
-the scheduler know no clock, no `hash` and no order of sets.
+the scheduler know no clock, no `hash` and no order of sets. What tiers have found and done, and
+when, differs: the ranks agree on it (`control/tier_transfers.py`).
 
 Invariants: every rank takes the same steps; no message says which blocks. Sizes are
 agreed once, and where it is asked for, digests of the tables are compared.
@@ -18,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from model.control.request import Request
+from model.control.step import Flight, Step
 from model.control.submission import Submission
 from model.engine_core import EngineCore, Output
 from model.errors import RanksDivergedError, StalledError
@@ -31,6 +33,10 @@ class _Aborted(NamedTuple):
 
 class _Emptied(NamedTuple):
     enable_caching: bool
+
+
+class _Tended(NamedTuple):
+    """No step follows what was said before: transfers go on."""
 
 
 class _Ended(NamedTuple):
@@ -78,7 +84,7 @@ class TwinCore(EngineCore):
 
     Args:
         ranks: the processes that do the same.
-        is_checked: compare the block tables of all ranks after every step; one round trip each.
+        is_checked: compare the block tables of all ranks before every pass; one round trip each.
         made: what the engine is made from.
     """
 
@@ -87,7 +93,7 @@ class TwinCore(EngineCore):
         with ranks.detecting_loss(or_fail=True):
             super().__init__(*made)
         self._is_checked = is_checked
-        self._said: list[Submission | _Aborted | _Emptied] = []
+        self._said: list[Submission | _Aborted | _Emptied | _Tended] = []
 
     @property
     def leads(self) -> bool:
@@ -127,13 +133,21 @@ class TwinCore(EngineCore):
         super().empty_cache(enable_caching=enable_caching)
         self._said.append(_Emptied(enable_caching))
 
+    def tend(self) -> None:
+        """As an engine's, on all ranks; while requests are unfinished, steps do it."""
+        if self.tiers is not None and self.tiers.is_busy and not self.has_unfinished:
+            self._ranks.broadcast([*self._said, _Tended()])
+            self._said = []
+            super().tend()
+
     def end(self, *, goes_on: bool = False) -> None:
-        """Let the other ranks come back from `follow`. One message.
+        """Let the other ranks come back from `follow`. One message; tiers close as an engine's.
 
         Args:
             goes_on: what they are told: whether the network is used once more.
         """
         self._ranks.broadcast(_Ended(goes_on))
+        super().end(goes_on=goes_on)
         if not goes_on:
             self._ranks.disarm()
 
@@ -149,17 +163,24 @@ class TwinCore(EngineCore):
             RanksDivergedError: the ranks' block tables differ.
         """
         while not isinstance(said := self._ranks.broadcast(), _Ended):
+            is_step = True
             for each in said if isinstance(said, list) else ():
                 if isinstance(each, Submission):
                     note(super().submit(each))
                 elif isinstance(each, _Emptied):
                     super().empty_cache(enable_caching=each.enable_caching)
+                elif isinstance(each, _Tended):
+                    is_step = False
+                    super().tend()
                 else:
                     super().abort(self._unfinished(each.request_id))
+            if not is_step:
+                continue
             try:
                 self._step()
             except StalledError:  # the first rank's caller decides what becomes of it
                 continue
+        super().end(goes_on=said.goes_on)
         if not said.goes_on:
             self._ranks.disarm()
         return said.goes_on
@@ -179,14 +200,22 @@ class TwinCore(EngineCore):
 
     def _step(self) -> list[Output]:
         with self._ranks.detecting_loss():
-            outputs = super()._run_step()
-        if self._is_checked:
-            self._compare()
-        return outputs
+            return super()._run_step()
 
-    def _compare(self) -> None:
-        """Raise unless all ranks hold the same blocks for the same tokens. O(their tables)."""
+    def _launch(self, step: Step, previous: Flight | None) -> Flight:
+        if self._is_checked:
+            self._compare(step)
+        return super()._launch(step, previous)
+
+    def _compare(self, step: Step) -> None:
+        """Raise unless all ranks plan the same and hold the same blocks. O(block tables).
+
+        Called before a pass: ranks that run different ones wait for each other without end.
+        """
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for chunk in step.chunks:
+            digest.update(f"{chunk.request.request_id} {chunk.start} {chunk.num_tokens};".encode())
+        digest.update(f"{self.kv.num_free_blocks} free".encode())
         for request in self.running:
             sequence = request.running_sequence
             digest.update(f"{request.request_id} {sequence.num_tokens}".encode())

@@ -113,6 +113,11 @@ class LoadJob(_Job):
         self.has_succeeded = False
         self._block_bytes = block_bytes
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is done, and every content is in its blocks and counts. O(tiers)."""
+        return self.is_done and self.has_succeeded and not self.is_stale
+
     def run(self) -> None:
         """Load all contents; the first that is nowhere ends it. O(bytes)."""
         try:

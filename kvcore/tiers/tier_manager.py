@@ -72,6 +72,9 @@ class TierManager:
             as a digest of the weights, the dtype and the rank. The geometry of the layer groups
             is added here.
         max_store_blocks: the most blocks that stores hold at once; None: an eighth of the pool.
+        is_shard: other processes make the same calls and hold other parts of the same contents, so
+            all must make the same choices: what tiers have decides nothing but what `find` returns,
+            and the caller says how much is loaded and which stores are done.
 
     Attributes:
         kv: as above.
@@ -96,6 +99,7 @@ class TierManager:
         block_bytes: SupportsIndex,
         meaning: Mapping[str, str | int],
         max_store_blocks: SupportsIndex | None = None,
+        is_shard: bool = False,
     ) -> None:
         self.kv = kv
         self.tiers = tuple(tiers)
@@ -107,6 +111,7 @@ class TierManager:
         if max_store_blocks is not None:
             most = as_int("max_store_blocks", max_store_blocks, 1)
         self._most = most
+        self._is_shard = is_shard
         if kv.events is not None and kv.events.algorithm != _ALGORITHM:
             raise InvalidArgumentError(
                 f"record_events: wanted 'sha256' or None with tiers, got {kv.events.algorithm!r}"
@@ -218,16 +223,20 @@ class TierManager:
         self._num_storing += len(blocks)
         return job
 
-    def finish_store(self, job: StoreJob) -> None:
+    def finish_store(self, job: StoreJob, *, is_done: bool | None = None) -> None:
         """End a store, done or not: its blocks are released. O(blocks).
 
         Blocks that were not stored by then are queued again, if they are still cached. A second
         call changes nothing.
+
+        Args:
+            job: as `begin_store` returned it.
+            is_done: whether it is done in every process; None: this is the only one.
         """
         if job not in self._stores:
             return
         job.cancel()
-        if not (job.is_done or job.is_stale):
+        if not ((job.is_done if is_done is None else is_done) or job.is_stale):
             self._published.update(dict.fromkeys(job.lease.blocks))
         self._stores.remove(job)
         if not job.is_stale:
@@ -243,7 +252,7 @@ class TierManager:
         """
         jobs = [*self._stores]
         for job in jobs:
-            self.finish_store(job)
+            self.finish_store(job, is_done=False if self._is_shard else None)
         return bool(jobs)
 
     def _pieces(self, block: Block) -> list[Block]:
@@ -266,19 +275,29 @@ class TierManager:
         size = self.kv.pool.block_sizes[first.group]
         block_hash = node_hash(first.node, size, _ALGORITHM)
         key = key_of(first.group, block_hash, is_private=_is_salted(first.node, salted))
-        if key in self._storing or all(tier.contains(key) for tier in self.keeping):
+        if key in self._storing or (not self._is_shard and self._is_kept(key)):
             return None
         terms = self.kv.pool.idle_blocks.kept.get(first.block_id)
         ids = tuple([block.block_id for block in held])
         return Part(key, ids, terms[0][0] if terms else 0)
 
+    def _is_kept(self, key: Key) -> bool:
+        """Return whether every tier that takes copies has one. O(tiers)."""
+        return all(tier.contains(key) for tier in self.keeping)
+
     # Loads
 
-    def find(self, seq: KVSequence) -> Found:
-        """Return what is where of a sequence's prefix. O(blocks that tiers have).
+    def most_tokens(self, seq: KVSequence) -> int:
+        """Return how many tokens of a sequence tiers could have: whole blocks of a prefix. O(1).
 
-        The last known token is never among what is found: its logits are needed.
+        The last known token is never among them: its logits are needed.
         """
+        if seq.namespace_key is None or not self.tiers:
+            return 0
+        return (len(seq.packed) - 1) // self._common * self._common
+
+    def find(self, seq: KVSequence) -> Found:
+        """Return what is where of a sequence's prefix, see `most_tokens`. O(blocks in tiers)."""
         computed = seq.num_computed_tokens
         num_tokens, keys = self._look_up(seq)
         counts = dict.fromkeys([tier.name for tier in self.tiers], 0)
@@ -289,7 +308,9 @@ class TierManager:
                     break
         return Found(computed, num_tokens, counts)
 
-    def begin_load(self, seq: KVSequence, *, least_tokens: SupportsIndex = 1) -> LoadJob | None:
+    def begin_load(
+        self, seq: KVSequence, *, num_tokens: SupportsIndex | None = None
+    ) -> LoadJob | None:
         """Reserve blocks for the part of a prefix that tiers have, and begin to load it.
 
         Until `finish_load` the sequence is unchanged. What the pool had of the prefix counts as
@@ -297,7 +318,8 @@ class TierManager:
 
         Args:
             seq: an open sequence.
-            least_tokens: the number of tokens below which a load is not worth it.
+            num_tokens: of the prefix to load, such as `find` has returned; None: all that is found.
+                A copy that is missing by then has the load fail.
 
         Returns:
             A job to run on any thread; None: the tiers have nothing more than the pool.
@@ -305,13 +327,13 @@ class TierManager:
         Raises:
             OutOfBlocksError: too few blocks are free.
         """
-        least = as_int("least_tokens", least_tokens, 1)
         self._use(seq)
-        num_tokens, keys = self._look_up(seq)
-        num_new = num_tokens - seq.num_computed_tokens
-        if num_new < least:
+        wanted = None if num_tokens is None else as_int("num_tokens", num_tokens, 0)
+        length, keys = self._look_up(seq, wanted)
+        num_new = length - seq.num_computed_tokens
+        if num_new <= 0:
             return None
-        lease = self.kv.begin_load(seq, num_tokens, owner="tiers")
+        lease = self.kv.begin_load(seq, length, owner="tiers")
         load = lease.load
         if load is None:
             return None
@@ -337,9 +359,11 @@ class TierManager:
             return False
         job.cancel()
         self._loads.remove(job)
-        is_whole = job.is_done and job.has_succeeded and not job.is_stale
-        if is_whole and self.kv.commit_load(job.lease):
+        blocks = job.lease.blocks
+        if job.is_whole and self.kv.commit_load(job.lease):
             self.num_loaded_tokens += job.num_tokens
+            for block in blocks if self._is_shard else ():  # all processes have its copy
+                self._published.pop(block, None)
             for part in reversed(job.parts):  # a prefix outlives what continues it
                 for tier in self.keeping:
                     tier.touch(part.key)
@@ -358,7 +382,7 @@ class TierManager:
                     key = key_of(number, block_hash, is_private=is_private)
                     for tier in self.keeping:
                         tier.touch(key)
-                    if not all(tier.contains(key) for tier in self.keeping):
+                    if not (self._is_shard or self._is_kept(key)):
                         self._published[block] = None
 
     def close(self) -> None:
@@ -371,18 +395,19 @@ class TierManager:
         for tier in self.tiers:
             tier.close()
 
-    def _look_up(self, seq: KVSequence) -> tuple[int, list[Key]]:
+    def _look_up(self, seq: KVSequence, wanted: int | None = None) -> tuple[int, list[Key]]:
         """Return the longest prefix that pool and tiers have, and the keys that a load reads.
 
-        The keys stand in the order of the load's blocks.
+        The keys stand in the order of the load's blocks. If a length is wanted, it is that one,
+        whether tiers have it or not.
         """
         computed = seq.num_computed_tokens
-        if seq.namespace_key is None or not self.tiers:
+        last = self.most_tokens(seq) if wanted is None else min(wanted, self.most_tokens(seq))
+        if last <= computed:
             return computed, []
-        last = (len(seq.packed) - 1) // self._common * self._common
         runs: list[_Run] = []
         for number, table in enumerate(seq.tables):
-            run = _Run(self, seq, number, table.block_size, last)
+            run = _Run(self, seq, number, table.block_size, last, is_found=wanted is not None)
             runs.append(run)
             if not (table.window or table.chunk):
                 last = min(last, run.end_of_first_gap() // self._common * self._common)
@@ -390,7 +415,8 @@ class TierManager:
                 return computed, []
         state = seq.state
         if state is not None:
-            runs.append(_Run(self, seq, state.number, state.block_size, last))
+            size = state.block_size
+            runs.append(_Run(self, seq, state.number, size, last, is_found=wanted is not None))
         for num_tokens in range(last, computed, -self._common):
             keys = _keys_of(seq, runs, num_tokens)
             if keys is not None:
@@ -429,12 +455,23 @@ def _keys_of(seq: KVSequence, runs: Sequence[_Run], num_tokens: int) -> list[Key
 
 @final
 class _Run:
-    """The copies of one group of a sequence, from its first full block that is not computed."""
+    """The copies of one group of a sequence, from its first full block that is not computed.
+
+    If they are found already, no tier is asked.
+    """
 
     def __init__(
-        self, tiers: TierManager, seq: KVSequence, group: int, block_size: int, last: int
+        self,
+        tiers: TierManager,
+        seq: KVSequence,
+        group: int,
+        block_size: int,
+        last: int,
+        *,
+        is_found: bool,
     ) -> None:
         self._tiers = tiers.tiers
+        self._is_found = is_found
         self._seq = seq
         self._group = group
         self._namespace_key = seq.namespace_key or b""
@@ -473,7 +510,7 @@ class _Run:
 
     def _has(self, place: int) -> bool:
         key = self._key(place)
-        return any(tier.contains(key) for tier in self._tiers)
+        return self._is_found or any(tier.contains(key) for tier in self._tiers)
 
     def _key(self, place: int) -> Key:
         """Return the key of a block; those before it are computed as well. O(new tokens)."""

@@ -1,11 +1,11 @@
 """Host memory, disk and peers behind the KV caches of one network: where the bytes of a block are.
 
-Decides: what the bytes of a copy mean, so that copies of other weights, another layout, dtype or
-quantisation are never loaded; how bytes move. On a CPU the threads of the transfers read and write
-the caches themselves. On another device whole jobs move at once: a store gathers its blocks into
-one buffer and copies it to page-locked memory; a load fills page-locked memory and goes to the
-device in a few large copies. Both run on a stream of their own that starts after the steps sent
-before, so the steps do not wait.
+Decides: what the bytes of a copy mean, so that copies of other weights, another layout, dtype,
+quantisation or part of a network are never loaded; how bytes move. On a CPU the threads of the
+transfers read and write the caches themselves. On another device whole jobs move at once: a store
+gathers its blocks into one buffer and copies it to page-locked memory; a load fills page-locked
+memory and goes to the device in a few large copies. Both run on a stream of their own that starts
+after the steps sent before, so the steps do not wait.
 
 Invariants: a load has returned only when its bytes are in its blocks; a store never keeps bytes
 that were read after its blocks were released (`kvcore.tiers` sees to that).
@@ -50,7 +50,7 @@ from kvcore.tiers import (
 from model.caches.kv_caches import KVCaches, Scales
 from model.caches.layout import CacheLayout
 from model.control.config import EngineConfig
-from model.control.tier_transfers import TierDevice, TierTransfers, TransferCosts
+from model.control.tier_transfers import TierDevice, TierRanks, TierTransfers, TransferCosts
 from model.errors import InvalidArgumentError
 
 _MAX_JOB_BYTES: Final = 256 << 20
@@ -78,8 +78,11 @@ def open_tiers(
     scales: Scales,
     kv: kvcore.KVCacheManager,
     device: BlockDevice,
+    ranks: TierRanks | None = None,
 ) -> TierTransfers:
     """Open the tiers that a configuration asks for. Reads all weights once, for their digest.
+
+    Of several ranks each has an equal share of the bytes, and a folder in that of the disk.
 
     Args:
         config: has tiers.
@@ -88,37 +91,68 @@ def open_tiers(
         scales: of quantised caches.
         kv: allocates the blocks.
         device: has the blocks.
+        ranks: those that share the network, which call this together; None: it is whole.
 
     Raises:
         InvalidArgumentError: a tier, or their server, cannot start; it names the setting.
     """
+    num_shares = 1 if ranks is None else ranks.size
     block_bytes = layout.kv_bytes(1, config.block_size)
     most = max(1, min(kv.num_usable_blocks // 8, _MAX_JOB_BYTES // block_bytes))
     secret = _secret_of(config)
-    meaning = meaning_of_blocks(config, network, layout, scales)
-    for path in _paths(config):
+    meaning = meaning_of_blocks(config, network, layout, scales, ranks)
+    for path in _paths(config, ranks):
         tiers: list[Tier] = []
         if config.host_memory_bytes is not None:
-            tiers.append(HostTier(config.host_memory_bytes))
+            tiers.append(HostTier(max(1, config.host_memory_bytes // num_shares)))
         if path is not None:
-            tiers.append(DiskTier(path, config.disk_bytes))
+            tiers.append(DiskTier(path, max(1, config.disk_bytes // num_shares)))
         tiers += [
             PeerTier(address, secret=secret, memory=_memory_at("peer", address, config))
             for address in config.peer
         ]
-        try:
-            found = TierManager(
-                kv, tiers, device, block_bytes=block_bytes, meaning=meaning, max_store_blocks=most
-            )
-        except TierInUseError as error:
-            if not config.shares_disk:
-                raise _refused(error) from error
-        except TierError as error:
-            raise _refused(error) from error
-        else:
+        found = _started(
+            config,
+            kv,
+            tiers,
+            device,
+            ranks,
+            block_bytes=block_bytes,
+            meaning=meaning,
+            max_store_blocks=most,
+        )
+        if found is not None:
             server = _serve(config, found, secret)
-            return TierTransfers(found, device, TransferCosts(block_bytes), server=server)
+            return TierTransfers(found, device, TransferCosts(block_bytes), None, server, ranks)
     raise InvalidArgumentError("disk: no folder is left")
+
+
+def _started(
+    config: EngineConfig,
+    kv: kvcore.KVCacheManager,
+    tiers: Sequence[Tier],
+    device: BlockDevice,
+    ranks: TierRanks | None,
+    **sizes: Any,  # noqa: ANN401  # as `TierManager` takes them
+) -> TierManager | None:
+    """Start tiers; None: another process has their folder, on one of the ranks at least.
+
+    Raises:
+        InvalidArgumentError: they cannot start, or there are no other folders to try.
+    """
+    found: TierManager | None = None
+    try:
+        found = TierManager(kv, tiers, device, is_shard=ranks is not None, **sizes)
+    except TierInUseError as error:
+        if not config.shares_disk:
+            raise _refused(error) from error
+    except TierError as error:
+        raise _refused(error) from error
+    if ranks is None or all(map(any, ranks.all_gather(bytes([found is not None])))):
+        return found
+    if found is not None:
+        found.close()
+    return None
 
 
 def _serve(config: EngineConfig, tiers: TierManager, secret: bytes) -> PeerServer | None:
@@ -203,14 +237,21 @@ def device_of(caches: KVCaches, began: Began, lock: Lock | None) -> BlockDevice:
 
 
 def meaning_of_blocks(
-    config: EngineConfig, network: nn.Module, layout: CacheLayout, scales: Scales
+    config: EngineConfig,
+    network: nn.Module,
+    layout: CacheLayout,
+    scales: Scales,
+    ranks: TierRanks | None = None,
 ) -> Mapping[str, str | int]:
-    """What the bytes of a block mean: equal only where they may be exchanged. Reads all weights."""
+    """What the bytes of a block mean: equal only where they may be exchanged. Reads all weights.
+
+    What a rank computes depends on the parts of all ranks.
+    """
     settings: Any = getattr(network, "config", None)
     about = {} if settings is None else settings.to_dict()
     kept = {name: about[name] for name in sorted(about) if name not in _NO_MEANING}
     parts = [part for pair in scales for part in pair if part is not None]
-    return {
+    meaning: dict[str, str | int] = {
         "weights": _digest([*network.state_dict().items()]),
         "network": xxhash.xxh3_128_hexdigest(repr(kept).encode()),
         "layout": repr(layout),
@@ -220,6 +261,11 @@ def meaning_of_blocks(
         "rank": 0,
         "ranks": 1,
     }
+    if ranks is not None:
+        parts_of_all = ranks.all_gather(xxhash.xxh3_128_digest(repr(meaning).encode()))
+        whole = xxhash.xxh3_128_hexdigest(b"".join(parts_of_all))
+        meaning |= {"whole": whole, "rank": ranks.rank, "ranks": ranks.size}
+    return meaning
 
 
 def _digest(tensors: Sequence[tuple[str, Tensor]]) -> str:
@@ -232,13 +278,17 @@ def _digest(tensors: Sequence[tuple[str, Tensor]]) -> str:
     return found.hexdigest()
 
 
-def _paths(config: EngineConfig) -> Iterator[str | None]:
+def _paths(config: EngineConfig, ranks: TierRanks | None) -> Iterator[str | None]:
     """The folders to try, in order."""
-    if config.disk is None or not config.shares_disk:
-        yield config.disk
+    if config.disk is None:
+        yield None
+        return
+    own = "" if ranks is None else f"rank-{ranks.rank}"
+    if not config.shares_disk:
+        yield str(Path(config.disk, own))
         return
     for number in count():
-        yield str(Path(config.disk) / f"replica-{number}")
+        yield str(Path(config.disk, f"replica-{number}", own))
 
 
 def _refused(error: TierError) -> InvalidArgumentError:

@@ -10,10 +10,17 @@ its blocks are reserved under a lease, it has no place in the batch, and those b
 its KV has come, its blocks are published, and it starts like any request, with a longer cached
 prefix; when the load has failed or takes too long, it starts too, and computes.
 
+Where ranks share a network, each stores and loads its own part of a block, and all take the same
+decisions: a request that starts waits for the next step, before which the ranks exchange, in one
+message for all of them, how much each has found for it, and which transfers are over, have failed
+or take too long. The least counts: a prefix is loaded as far as all have it, a load joins once all
+have their bytes, and what fails on one is given up by all. While nothing waits or is on its way,
+there is no message.
+
 Invariants: one thread, that of the scheduler, but for the jobs themselves, which run on two threads
 of their own, one for loads and one for stores; no block is published before all bytes of its load
 are there; every load and every store ends, by its deadline at the latest; a request that ends while
-it waits gives its blocks back at once.
+it waits gives its blocks back at once; no clock, thread or tier of one rank alone changes the pool.
 
 Does not know: torch, which bytes a block has (`TierDevice`), the order of requests but for who
 gives way.
@@ -22,8 +29,9 @@ gives way.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -45,6 +53,7 @@ _POLL_S: Final = 0.002
 _DRAIN_S: Final = 10.0
 _WEIGHT: Final = 0.3  # of a new measurement
 _FORGIVEN: Final = 0.95  # what a load that was not worth it makes of the time that loads take
+_FAILED, _RUNNING, _DONE = 0, 1, 2  # states of a transfer: of several ranks the least counts
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +78,24 @@ class TierDevice(Protocol):
 
     def gave_up(self) -> None:
         """A load was given up while it ran: what is sent from now on comes after its writes."""
+        ...
+
+
+class TierRanks(Protocol):
+    """The processes that share a network, such as `Ranks`: each has a part of every block."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def all_gather(self, content: bytes) -> Sequence[bytes]:
+        """Return what each has given, by rank; all of one length."""
         ...
 
 
@@ -151,6 +178,7 @@ class _Running(Generic[_Job]):
         job: the job.
         deadline_s: when it is given up.
         is_over: whether its thread has done with it.
+        is_told: whether the other ranks know that, if there are any.
         has_failed: whether it raised.
         took_s: how long it ran.
     """
@@ -158,8 +186,21 @@ class _Running(Generic[_Job]):
     job: _Job
     deadline_s: float
     is_over: bool = False
+    is_told: bool = False
     has_failed: bool = False
     took_s: float = 0.0
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether it has done what it should, once it is over. O(1)."""
+        return self.job.is_done
+
+    def tell(self, now_s: float) -> int:
+        """The state of it that the other ranks are told. O(tiers)."""
+        if self.is_over:
+            self.is_told = True
+            return _DONE if self.has_succeeded else _FAILED
+        return _FAILED if now_s >= self.deadline_s else _RUNNING
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -176,6 +217,28 @@ class _Waiting(_Running["LoadJob"]):
     sequence: kvcore.KVSequence
     expected_s: float
 
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether all its bytes are in their blocks, and count. O(tiers)."""
+        return self.job.is_whole and not self.has_failed
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A request that waits until all ranks have said what they have found for it.
+
+    Attributes:
+        sequence: its sequence until then.
+        found: what this rank has found.
+        num_tokens: how much of that is worth a load; 0: nothing.
+        waiting_s: how long a load would wait for those before it.
+    """
+
+    sequence: kvcore.KVSequence
+    found: Found
+    num_tokens: int
+    waiting_s: float
+
 
 @dataclass(slots=True)
 class TransferStats:
@@ -183,7 +246,7 @@ class TransferStats:
 
     Attributes:
         num_loads: loads that came.
-        num_failed_loads: loads that failed: a copy was lost, or wrong.
+        num_failed_loads: loads that failed: a copy was lost, or wrong, here or on another rank.
         num_late_loads: loads that were given up at their deadline.
         num_not_worth: finds that were computed, because that is quicker.
         num_loaded_tokens: tokens that loads brought.
@@ -211,6 +274,7 @@ class TierTransfers:
         device: moves bytes.
         host: gives threads and time; None: the process.
         server: serves the tiers to peers; None: nothing does.
+        ranks: those that share the network; None: it is whole here.
 
     Attributes:
         tiers: as above.
@@ -227,6 +291,7 @@ class TierTransfers:
         costs: TransferCosts,
         host: Host | None = None,
         server: PeerServer | None = None,
+        ranks: TierRanks | None = None,
     ) -> None:
         self.tiers = tiers
         self.server = server
@@ -235,9 +300,11 @@ class TierTransfers:
         self.wake: Callable[[], None] = _nothing
         self._device = device
         self._host = Host() if host is None else host
+        self._ranks = ranks
+        self._asking: dict[Request, _Asking] = {}
         self._loads: dict[Request, _Waiting] = {}
         self._stores: list[_Running[StoreJob]] = []
-        self._sent: list[_Running[StoreJob]] = []  # those whose thread has not done with them
+        self._given_up: list[_Running[StoreJob]] = []  # stores that still have their thread
         self._began_s = 0.0
         self._step_marks = deque([tiers.marks()], maxlen=2)  # at the begin of the last two steps
         self._news = self._host.event()
@@ -247,17 +314,17 @@ class TierTransfers:
 
     def __contains__(self, request: Request) -> bool:
         """Whether a request waits for its KV. O(1)."""
-        return request in self._loads
+        return request in self._loads or request in self._asking
 
     @property
     def requests(self) -> Iterable[Request]:
-        """The requests that wait for their KV. O(1)."""
-        return self._loads.keys()
+        """The requests that wait for their KV. O(those)."""
+        return (*self._loads, *self._asking)
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is on its way. O(1)."""
-        return bool(self._loads or self._stores)
+        return bool(self._loads or self._stores or self._asking)
 
     # What has failed
 
@@ -297,25 +364,33 @@ class TierTransfers:
         found = self.tiers.find(sequence)
         num_new = found.num_tokens - found.num_device_tokens
         waiting_s = sum([load.expected_s for load in self._loads.values()])
-        least = 1
-        if num_new and not self.costs.is_worth(found, waiting_s):
-            self.stats.num_not_worth += 1
-            least = num_new + 1
+        is_worth = not num_new or self.costs.is_worth(found, waiting_s)
+        self.stats.num_not_worth += not is_worth
+        asked = _Asking(sequence, found, found.num_tokens if is_worth else 0, waiting_s)
+        if self._ranks is None or self.tiers.most_tokens(sequence) <= found.num_device_tokens:
+            if not self._begin(request, asked, asked.num_tokens):
+                return False
+        else:
+            self._asking[request] = asked
+        request.suspend()
+        return True
+
+    def _begin(self, request: Request, asked: _Asking, num_tokens: int) -> bool:
+        """Begin to load a prefix; whether there is room, and more to load than the pool has."""
         try:
-            job = self.tiers.begin_load(sequence, least_tokens=least)
+            job = self.tiers.begin_load(asked.sequence, num_tokens=num_tokens)
         except kvcore.OutOfBlocksError:
             return False
         if job is None:
             return False
         self._device.began(job)
-        expected_s = self.costs.loading_s(found.num_copies) or 0.0
-        patience_s = waiting_s + self.costs.deadline_s(num_new, sum(found.num_copies.values()))
+        patience_s = self.costs.deadline_s(job.num_tokens, len(job.parts))
         load = _Waiting(
             job=job,
-            deadline_s=self._host.now_s() + patience_s,
+            deadline_s=self._host.now_s() + asked.waiting_s + patience_s,
             request=request,
-            sequence=request.suspend(),
-            expected_s=expected_s,
+            sequence=asked.sequence,
+            expected_s=self.costs.loading_s(asked.found.num_copies) or 0.0,
         )
         self._loads[request] = load
         self._queues[0].put(partial(self._run, load, self._device.load, self._device.mark()))
@@ -330,9 +405,10 @@ class TierTransfers:
             Whether there were any.
         """
         if self._stores:
+            self._given_up += self._stores
             self._stores.clear()
             return self.tiers.cancel_stores()
-        last = max(self._loads, key=_order, default=None)
+        last = max(self.requests, key=_order, default=None)
         if last is None or last.order <= order:
             return False
         self.forget(last)
@@ -341,48 +417,80 @@ class TierTransfers:
 
     def forget(self, request: Request) -> None:
         """Give up the load of a request, if it waits for one; its blocks are free. O(blocks)."""
-        load = self._loads.pop(request, None)
-        if load is not None:
+        if (asked := self._asking.pop(request, None)) is not None:
+            self.tiers.kv.close(asked.sequence)
+        if (load := self._loads.pop(request, None)) is not None:
             self._end_load(load, is_wanted=False)
 
     def settle(self) -> bool:
         """End what is over, has failed or takes too long. O(transfers and their blocks).
 
+        With ranks, all call it at the same time; it takes a message if anything is on its way.
+
         Returns:
-            Whether loads have ended: their requests can start now.
+            Whether requests have ceased to wait: they can start now.
         """
-        if not (self._loads or self._stores):
+        loads, stores = [*self._loads.values()], [*self._stores]
+        given_up, asking = self._given_up, [*self._asking.items()]
+        if not (loads or stores or given_up or asking):
             return False
         now_s = self._host.now_s()
-        for store in [one for one in self._stores if one.is_over or now_s >= one.deadline_s]:
-            self._stores.remove(store)
-            self.tiers.finish_store(store.job)
-            self.stats.storing_s += store.took_s
-            self.stats.num_late_stores += not store.is_over
-        ended = [one for one in self._loads.values() if one.is_over or now_s >= one.deadline_s]
-        for load in ended:
-            del self._loads[load.request]
-            self._end_load(load, is_wanted=load.is_over and not load.has_failed)
-            self.stats.num_late_loads += not load.is_over
-        return bool(ended)
+        told = [_DONE if store.is_over else _RUNNING for store in given_up]
+        told += [load.tell(now_s) for load in loads]
+        told += [store.tell(now_s) for store in stores]
+        agreed = iter(self._agreed([*told, *[asked.num_tokens for _, asked in asking]]))
+        self._given_up = [store for store in given_up if next(agreed) == _RUNNING]
+        has_ended = [self._settle_load(load, next(agreed), now_s) for load in loads]
+        for store in stores:
+            self._settle_store(store, next(agreed))
+        for (request, asked), num_tokens in zip(asking, agreed, strict=True):
+            del self._asking[request]
+            if not self._begin(request, asked, num_tokens):
+                self.tiers.kv.close(asked.sequence)
+                has_ended.append(True)
+        if self._lags():
+            self.wake()
+        return any(has_ended)
 
-    def _end_load(self, load: _Waiting, *, is_wanted: bool) -> None:
-        """End a load, and publish what it brought if it is wanted and whole."""
+    def _lags(self) -> bool:
+        """Whether a store is over here and not on another rank, which wakes nobody. O(stores)."""
+        return any(one.is_told for one in self._stores)
+
+    def _agreed(self, numbers: Sequence[int]) -> Sequence[int]:
+        """The least of all ranks, of each number. One message, if there are other ranks."""
+        if self._ranks is None:
+            return numbers
+        told = self._ranks.all_gather(array("q", numbers).tobytes())
+        return [min(each) for each in zip(*[array("q", one) for one in told], strict=True)]
+
+    def _settle_load(self, load: _Waiting, state: int, now_s: float) -> bool:
+        """End a load unless it runs; whether it has ended. O(its blocks)."""
+        if state == _RUNNING:
+            return False
+        del self._loads[load.request]
+        if not self._end_load(load, is_wanted=state == _DONE):
+            is_late = not load.is_told and now_s >= load.deadline_s
+            self.stats.num_late_loads += is_late
+            self.stats.num_failed_loads += not is_late
+        return True
+
+    def _end_load(self, load: _Waiting, *, is_wanted: bool) -> bool:
+        """End a load, and publish what it brought if it is wanted and whole; whether it was."""
         job: LoadJob = load.job
         if not is_wanted:
             job.cancel()
             job.lease.end()
             if not load.is_over:
                 self._device.gave_up()
-        if self.tiers.finish_load(job):
+        has_joined = self.tiers.finish_load(job)
+        if has_joined:
             load.request.num_loaded_tokens += job.num_tokens
             self.costs.note_load(job.num_found, load.took_s)
             self.stats.num_loads += 1
             self.stats.num_loaded_tokens += job.num_tokens
             self.stats.loading_s += load.took_s
-        elif load.is_over and is_wanted:
-            self.stats.num_failed_loads += 1
         self.tiers.kv.close(load.sequence)
+        return has_joined
 
     # Stores
 
@@ -397,32 +505,52 @@ class TierTransfers:
         self.costs.note_step(num_tokens, now_s - self._began_s)
         self.store(now_s)
 
+    def _settle_store(self, store: _Running[StoreJob], state: int) -> None:
+        """End a store unless it runs. O(its blocks)."""
+        if state == _RUNNING:
+            return
+        self._stores.remove(store)
+        self.tiers.finish_store(store.job, is_done=state == _DONE)
+        self.stats.storing_s += store.took_s
+        if state == _FAILED:
+            self._given_up.append(store)
+            self.stats.num_late_stores += not store.is_told
+
     def store(self, now_s: float) -> None:
         """Begin to store published blocks, unless enough is on its way. O(blocks)."""
-        self._sent = [one for one in self._sent if not one.is_over]
-        if len(self._sent) < _MAX_STORES and (job := self.tiers.begin_store()) is not None:
+        if len(self._stores) + len(self._given_up) >= _MAX_STORES:
+            return
+        if (job := self.tiers.begin_store()) is not None:
             store = _Running(job=job, deadline_s=now_s + _STORE_DEADLINE_S)
             self._stores.append(store)
-            self._sent.append(store)
             run = partial(self._run, store, self._device.store, self._device.mark())
             self._queues[1].put(run)
 
     def tend(self) -> None:
-        """Do what is due while no steps run. O(transfers and their blocks)."""
+        """Do what is due while no steps run; with ranks, all at once, as `settle`.
+
+        O(transfers and their blocks).
+        """
         self.settle()
         self.store(self._host.now_s())
+        if self._lags():
+            self.wait()
 
     def wait(self) -> bool:
         """Wait a moment for a transfer to be over, at most 2 ms; False: none is on its way."""
         news = self._news = self._host.event()
         stores, loads = self._stores, self._loads.values()
-        if not (any(one.is_over for one in stores) or any(one.is_over for one in loads)):
+        if not (self._asking or any(map(_is_news, stores)) or any(map(_is_news, loads))):
             news.wait(_POLL_S)
         return self.is_busy
 
     def close(self) -> None:
-        """Store what is left, at most 10 s, and close the tiers. Loads are given up."""
-        for request in [*self._loads]:
+        """Store what is left, at most 10 s, and close the tiers. Loads are given up.
+
+        Each rank does so by itself: the pool is not used any more.
+        """
+        self._ranks = None
+        for request in self.requests:
             self.forget(request)
         end_s = self._host.now_s() + _DRAIN_S
         self.tend()
@@ -458,6 +586,11 @@ class TierTransfers:
 
 
 _order = attrgetter("order")
+
+
+def _is_news(one: _Running[Any]) -> bool:
+    """Whether a transfer is over since the last step."""
+    return one.is_over and not one.is_told
 
 
 def _nothing() -> None:

@@ -7,22 +7,34 @@
 - `serve STAGE`: a server of two ranks; one leaves while it loads, makes its engine or steps.
 - `odd`: one rank has other logits and less memory; all must take rank 0's tokens and the fewest
   blocks, and keep no request that has ended.
+- `tiers FOLDER KIND...`: an engine after another, with host memory and a disk, and what goes wrong
+  on rank 1 alone.
 """
 
+import errno
 import gc
 import json
 import os
 import runpy
 import sys
-from dataclasses import replace
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers.utils import logging
 
 import backends
+from kvcore.tiers import Folder
+from kvcore.tiers.record import RECORD_BYTES, SEGMENT_BYTES, decode_header
 from model import EngineConfig, SamplingParams
+from model.caches.tiers import HostBlocks
 from model.control.request import Request
 from model.control.submission import Submission
+from model.control.tier_transfers import TierTransfers, TransferCosts
 from model.engine import Engine, TwinEngine
 from model.engine_core import Output
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
@@ -77,10 +89,10 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
     return "equal" if error < 5e-5 else f"differs by {error:.1e}"
 
 
-def _engine(ranks: Ranks, *, is_checked: bool, num_blocks: int = 40) -> TwinEngine:
+def _engine(ranks: Ranks, *, is_checked: bool, num_blocks: int = 40, **sizes: object) -> TwinEngine:
     backend = backends.get_backend("numba")
     model = load_model(str(CHECKPOINT_DIR), backend.device, None, ranks)
-    config = EngineConfig(num_blocks=num_blocks)
+    config = EngineConfig(num_blocks=num_blocks, **sizes)
     return TwinEngine(model, backend, config, is_checked=is_checked)
 
 
@@ -165,6 +177,96 @@ def odd(ranks: Ranks) -> None:
     say(json.dumps({"rank": ranks.rank, "kept": kept, **found}))
 
 
+def _turns() -> list[list[int]]:
+    """Agents in turn, each with a context of its own that grows: several times the pool."""
+    return [
+        [(5 * agent + place) % 90 + 5 for place in range(60 + 45 * turn)]
+        for turn in range(3)
+        for agent in range(6)
+    ]
+
+
+def _corrupt(folder: Path) -> None:
+    """Change a byte of each record: its header, and what is found, stay as they are."""
+    for path in folder.glob("kvcore-tier/*.kvseg"):
+        data, offset = bytearray(path.read_bytes()), SEGMENT_BYTES
+        while offset < len(data):
+            data[offset + RECORD_BYTES] ^= 1
+            header = decode_header(bytes(data[offset : offset + RECORD_BYTES]))
+            offset += RECORD_BYTES + header.length
+        path.write_bytes(data)
+
+
+def _fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "injected")
+
+
+def _change_weights(make: type) -> object:
+    """A model of which one rank has other weights, in a part that the other one does not have."""
+
+    def load(*given: object) -> object:
+        model = make(*given)
+        with torch.inference_mode():
+            model.network.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+        return model
+
+    return load
+
+
+def _faults(kind: str, rank: int) -> Iterator[tuple[object, str, object]]:
+    """What to patch: loads are tried and waited for, and some things go wrong."""
+    yield TransferCosts, "is_worth", lambda *_: True
+    yield TransferCosts, "deadline_s", lambda *_: 0.05 if kind == "slow" else 60.0
+    if kind == "alone":
+        yield TierTransfers, "_agreed", lambda _, told: told
+    if rank == 1 and kind == "slow":
+        yield HostBlocks, "load", lambda *_: threading.Event().wait(60)
+    if rank == 1 and kind == "full":
+        yield Folder, "write", _fail
+    if rank == 1 and kind == "other":
+        yield sys.modules[__name__], "load_model", _change_weights(load_model)
+
+
+def tiers(ranks: Ranks, folder: str, kinds: list[str]) -> None:
+    """Run the same prompts on an engine of each kind, and print what came of it."""
+    for kind in kinds:
+        if ranks.rank == 1 and kind in {"corrupted", "alone"}:
+            _corrupt(Path(folder, "rank-1"))
+        sizes: dict[str, object] = {"disk": folder, "host_memory_bytes": 1 << 20}
+        if kind == "full":
+            sizes["disk"] = f"{folder}-full"
+        found: dict[str, object] = {"rank": ranks.rank, "kind": kind}
+        with ExitStack() as stack:
+            for patch in _faults(kind, ranks.rank):
+                stack.enter_context(mock.patch.object(*patch))
+            engine = _engine(ranks, is_checked=True, **({} if kind == "none" else sizes))
+            try:
+                found["tokens"] = _run_turns(engine)
+            except RanksDivergedError as error:
+                found["error"] = str(error)
+        if engine.tiers is not None:
+            found |= asdict(engine.tiers.stats)
+            found["faults"] = sum(tier.stats.faults.total() for tier in engine.tiers.tiers.tiers)
+        say(json.dumps(found))
+
+
+def _run_turns(engine: TwinEngine) -> list[list[int]]:
+    """The tokens of each prompt, on rank 0; each is stored before the next one comes."""
+    if not engine.leads:
+        engine.follow()
+        return []
+    tokens = []
+    for prompt in _turns():
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        [done] = engine.generate([prompt], params)
+        tokens.append(list(done.request.output_tokens))
+        while engine.tiers is not None and engine.tiers.is_busy:
+            engine.tiers.wait()
+            engine.tend()
+    engine.end(goes_on=True)
+    return tokens
+
+
 def main() -> None:
     if sys.argv[1] == "serve":
         serve(sys.argv[2])
@@ -173,6 +275,8 @@ def main() -> None:
     ranks = join_ranks(int(os.environ["WORLD_SIZE"]), expert_parallel=sys.argv[1] == "experts")
     if sys.argv[1] in {"walk", "experts"}:
         walk(ranks, sys.argv[2:])
+    elif sys.argv[1] == "tiers":
+        tiers(ranks, sys.argv[2], sys.argv[3:])
     else:
         {"diverge": diverge, "die": die, "odd": odd}[sys.argv[1]](ranks)
     ranks.leave()

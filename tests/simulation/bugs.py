@@ -6,6 +6,7 @@ them proves nothing.
 """
 
 import asyncio
+from array import array
 from contextlib import ExitStack, contextmanager
 from math import inf
 from unittest import mock
@@ -533,6 +534,41 @@ class LeavesOutTheEndOfALoad(TierTransfers):
             job = self._loads[request].job
             job.parts = job.parts[: (len(job.parts) + 1) // 2]
         return waits
+
+
+@bug("tiers")
+class RanksDecideAlone(TierTransfers):
+    """Each rank loads what it has found, and goes on when its own copies are there."""
+
+    def _agreed(self, numbers):
+        return numbers
+
+
+@bug("tiers")
+class OneRankDecides(TierTransfers):
+    """What one rank has found, or has done with, counts for all."""
+
+    def _agreed(self, numbers):
+        if self._ranks is None:
+            return numbers
+        told = self._ranks.all_gather(array("q", numbers).tobytes())
+        return [max(each) for each in zip(*[array("q", one) for one in told], strict=True)]
+
+
+@bug("tiers")
+class ChoosesStoresByItsOwnTiers(TierTransfers):
+    """A rank stores what its own tiers lack, and nothing else."""
+
+    def __init__(self, tiers, *others):
+        super().__init__(tiers, *others)
+        tiers._is_shard = False
+
+
+@bug("twin")
+class TendsOneRankAlone(TwinCore):
+    """Other ranks are not told that transfers go on while no step runs."""
+
+    tend = EngineCore.tend
 
 
 @replaces(tier_manager._Run, "_hash_before")

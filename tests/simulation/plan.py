@@ -211,7 +211,7 @@ def _draw_features(draw):
 def _with_tiers(features, draw):
     """The same, perhaps with host memory or a disk behind the pool, which is small then."""
     names = draw.choice(((), (), ("host",), ("disk",), ("host", "disk")))
-    if not (names and features.caches and features.num_ranks == features.num_replicas == 1):
+    if not (names and features.caches and features.num_replicas == 1):
         return features
     block_size = min(features.block_size, 4)
     small = 8 + len(features.kinds) * (2 + draw.choice((30, 50, 80)) // block_size)

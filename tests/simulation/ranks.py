@@ -17,7 +17,7 @@ class SimulatedGroup:
     """
 
     def __init__(self, host, rank, queues):
-        self.rank, self.leads = rank, rank == 0
+        self.rank, self.leads, self.size = rank, rank == 0, len(queues)
         self._host, self._queues = host, queues
 
     def broadcast(self, message=None):

@@ -7,6 +7,7 @@ import asyncio
 import math
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -18,6 +19,7 @@ from model.control.drafts import NgramDrafts
 from model.control.scheduler import Scheduler
 from model.control.tier_transfers import TierTransfers
 from model.engine_core import EngineCore
+from model.errors import RanksDivergedError
 from model.twins import TwinCore
 from tests.simulation.device import (
     VOCABULARY,
@@ -77,6 +79,12 @@ class Checked:
             raise ViolationError(f"a step fails: {type(error).__name__}: {error}") from error
         self.replica.stepped()
         return outputs
+
+
+def _follow(core):
+    """What another rank does; if ranks diverge, the first one says so too, and the run ends."""
+    with suppress(RanksDivergedError):
+        core.follow()
 
 
 class Order:
@@ -156,7 +164,7 @@ class Replica:
             cores.append(core)
         self.core = cores[0]
         for follower in cores[1:]:
-            self.host.start_thread("rank", follower.follow)
+            self.host.start_thread("rank", partial(_follow, follower))
         self.engine = run.bug.get("front", AsyncEngine)(
             self.core, max_waiting=features.max_waiting, host=self.host,
             announce=None if network is None else self._announce,
@@ -194,7 +202,8 @@ class Replica:
             num_host_blocks=features.num_host_blocks,
             draft_tokens=3,
         )
-        tiers = make_tiers(self.run.plan, self.host, kv, device, bug.get("tiers", TierTransfers))
+        kind = bug.get("tiers", TierTransfers)
+        tiers = make_tiers(self.run.plan, self.host, kv, device, kind, group)
         plans = bug.get("scheduler", Scheduler)(
             kv, config, NgramDrafts() if features.drafts else None, tiers
         )

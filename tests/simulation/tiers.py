@@ -95,12 +95,16 @@ class TierDevice:
         self._device.set_block(block_id, self._contents[int.from_bytes(data, "little")])
 
 
-def make_tiers(plan, host, kv, device, kind=TierTransfers):
-    """The tiers of a run; None: it has none."""
+def make_tiers(plan, host, kv, device, kind=TierTransfers, group=None):
+    """The tiers of a run, or of one of its ranks: each has its own sizes, delays and faults.
+
+    None: it has none.
+    """
     names = plan.features.tiers
     if not names:
         return None
-    draw = Random(plan.seed + 7)
+    rank = 0 if group is None else group.rank
+    draw = Random(plan.seed + 7 + 1_000_003 * rank)
     tiers = []
     if "host" in names:
         tiers.append(SlowTier(HostTier(draw.choice((20, 2000)) * (BLOCK_BYTES + 512)), host, draw))
@@ -109,6 +113,8 @@ def make_tiers(plan, host, kv, device, kind=TierTransfers):
         made = DiskTier("", draw.choice((12_000, 200_000)), segments=disk)
         tiers.append(SlowTier(made, host, draw, disk if draw.random() < 0.5 else None))
     mover = TierDevice(device, host, draw)
-    meaning = {"weights": "simulated"}
-    manager = TierManager(kv, tiers, mover, block_bytes=BLOCK_BYTES, meaning=meaning)
-    return kind(manager, mover, Costs(BLOCK_BYTES), host)
+    meaning = {"weights": "simulated", "rank": rank}
+    manager = TierManager(
+        kv, tiers, mover, block_bytes=BLOCK_BYTES, meaning=meaning, is_shard=group is not None
+    )
+    return kind(manager, mover, Costs(BLOCK_BYTES), host, None, group)

@@ -59,7 +59,7 @@ plant("stores_go_on_after_a_reset", "P38", "resets", disk.DiskTier, "put",
 plant("jobs_go_on_when_they_are_given_up", "P38", "waits", jobs._Job, "cancel",
       "self._is_cancelled = True", "pass")  # fmt: skip
 plant("loads_count_when_they_are_sent", "P38", "faulty_reads", tier_manager.TierManager,
-      "finish_load", "job.is_done and job.has_succeeded", "True")  # fmt: skip
+      "finish_load", "job.is_whole and", "not job.is_stale and")  # fmt: skip
 # vllm#50754: a load of which a part is missing counts as whole.
 plant("loads_may_lack_a_part", "P38", "faulty_reads", jobs.LoadJob, "run",
       "all(map(self._load, self.parts))",

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from model import EngineConfig, InvalidArgumentError, SamplingParams, StalledError, Submission
+from model.control.step import Step
 from model.engine import Engine, TwinEngine, engine_of
 from model.errors import RanksDivergedError
 from model.twins import _Aborted, _Emptied
@@ -190,14 +191,14 @@ def test_other_blocks_are_noticed_where_ranks_are_compared(is_checked):
 def test_ranks_are_compared_by_requests_and_tokens_and_blocks(what):
     tape = Tape(0)
     engine, requests = lead(tape, steps=2)
-    engine._compare()
+    engine._compare(Step(()))
     if what == "tokens":
         requests[0].running_sequence.packed[0] ^= 1
     elif what == "number":
         requests[0].request_id += 50
     else:
         requests[0].running_sequence.tables[0].block_ids[0] += 1
-    engine._compare()
+    engine._compare(Step(()))
     same, changed = tape.said["all_of"][-2:]
     assert same != changed
 
