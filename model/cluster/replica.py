@@ -52,11 +52,7 @@ REFUSED = "kvcore-refused: "
 
 
 class Replica:
-    """Answers requests that the ingress forwards; Ray runs it as a deployment.
-
-    Args:
-        options: the command line.
-    """
+    """Answers requests that the ingress forwards; Ray runs it as a deployment."""
 
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
