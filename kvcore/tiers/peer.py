@@ -100,7 +100,8 @@ class PeerTier:
         keeps: False.
         stats: its counters; `is_enabled` says whether the peer is there now.
         epoch: how often it was cleared, here or there.
-        num_read: those of its hits that were read out of the peer's memory.
+        num_by_transport: its hits, by what carried them: "tcp", or "nixl" where they were read out
+            of the peer's memory.
 
     Raises:
         InvalidArgumentError: no address.
@@ -120,7 +121,8 @@ class PeerTier:
         at = parse_address("peer", address)
         self.name = f"peer {address}"
         self.stats = TierStats(is_enabled=False)
-        self.epoch = self.num_read = 0
+        self.epoch = 0
+        self.num_by_transport = {"tcp": 0, "nixl": 0}
         self._secret = secret
         self._connect: Connect = connect or (lambda deadline_s: TcpChannel.connect(at, deadline_s))
         self._has_thread = has_thread
@@ -186,6 +188,7 @@ class PeerTier:
                 self._forget(key)
                 return None
             self.stats.num_hits += 1
+            self.num_by_transport["tcp" if self._place is None else "nixl"] += 1
             self.stats.read_bytes += length
             return payload
 
@@ -391,7 +394,6 @@ class PeerTier:
             raise LinkError("failed")
         payload = reader.read(self._place, length, deadline_s)
         channel.send([READ], deadline_s)
-        self.num_read += 1
         return payload
 
     def _open_copies(self, purpose: int) -> Channel:

@@ -55,7 +55,7 @@ class ModelOptions:
     )
     check_ranks: bool = setting(
         False,
-        help="debugging, with --tp: compare the block tables of all processes after every step",
+        help="debugging, with --tp: compare the block tables of all processes before every pass",
         needs=("tp",),
     )
 

@@ -169,7 +169,7 @@ class EngineConfig(StepLimits):
     host_memory_bytes: int | None = setting(
         None,
         help="tiers: host memory for copies of KV cache blocks that the cache may evict, such as "
-        "8GiB (default: none)",
+        "8GiB; with --tp each process has an equal share (default: none)",
         least=1,
         unit="bytes",
         flag="host-memory",
@@ -177,14 +177,15 @@ class EngineConfig(StepLimits):
     )
     disk: str | None = setting(
         None,
-        help="tiers: folder for copies of KV cache blocks, which are found again after a restart "
-        "(default: none)",
+        help="tiers: folder for copies of KV cache blocks, which are found again after a restart; "
+        "with --tp each process has a folder in it (default: none)",
         least=1,
         metavar="PATH",
     )
     disk_bytes: int = setting(
         100 << 30,
-        help="tiers: the most bytes that these copies take in the folder",
+        help="tiers: the most bytes that these copies take in the folder; with --tp each process "
+        "has an equal share",
         least=1,
         unit="bytes",
         flag="disk-size",
@@ -193,7 +194,7 @@ class EngineConfig(StepLimits):
     peer: tuple[str, ...] = setting(
         (),
         help="tiers: address of another process of the same model that serves copies of its KV "
-        "cache blocks (--serve-kv), which are loaded from there",
+        "cache blocks (--serve-kv), which are loaded from there; not with --tp",
         least=1,
         metavar="HOST:PORT",
     )

@@ -11,10 +11,10 @@ Does not know: routes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import (
@@ -34,7 +34,7 @@ from model.control.tier_transfers import TierTransfers
 from model.token_stream import Sample
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from kvcore.tiers import PeerServerStats
+    from kvcore.tiers import PeerServerStats, PeerTier, Tier
     from model.engine_core import EngineCore
 
 _Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
@@ -281,8 +281,23 @@ class _Counts(Collector):
             for fault, count in sorted(tier.stats.faults.items()):
                 faults.add_metric([*self._labels, tier.name, fault], count)
         yield faults
+        yield from self._of_peers([tier for tier in transfers.tiers.tiers if not tier.keeps])
         if transfers.server is not None:
             yield from self._of_server(transfers.server.stats)
+
+    def _of_peers(self, peers: Sequence[Tier]) -> Iterator[Metric]:
+        """What has come from peers, if there are any."""
+        copies = CounterMetricFamily(
+            "kvcore:kv_peer_copies",
+            "Copies loaded from a peer, by what carried them: tcp, or nixl.",
+            labels=["model_name", "tier", "transport"],
+        )
+        for tier in peers:
+            peer = cast("PeerTier", tier)
+            for transport, count in peer.num_by_transport.items():
+                copies.add_metric([*self._labels, peer.name, transport], count)
+        if peers:
+            yield copies
 
     def _of_server(self, stats: PeerServerStats) -> Iterator[Metric]:
         """What peers ask for."""

@@ -66,7 +66,7 @@ def broken_by(machine, program, seen=None):
             for tier in life.tiers.tiers:
                 seen.update(tier.stats.faults)
                 seen["copies loaded"] += tier.stats.num_hits
-                seen["copies read"] += getattr(tier, "num_read", 0)
+                seen["copies read"] += getattr(tier, "num_by_transport", {}).get("nixl", 0)
         life.teardown()
     except (BrokenError, kvcore.InvariantError) as error:
         return error.prop

@@ -44,7 +44,8 @@ def test_a_prompt_is_read_out_of_the_memory_of_another_process(nixl):
         seq = load(kv, made)
         assert not tier.stats.faults
         assert seq.num_computed_tokens == 4 * WHOLE
-        assert tier.num_read == tier.stats.num_hits == WHOLE
+        assert tier.num_by_transport == {"tcp": 0, "nixl": WHOLE}
+        assert tier.stats.num_hits == WHOLE
         check(kv, memory, seq)
         assert num_listening(process.pid) == 1
         assert num_listening(os.getpid()) == 0
@@ -63,11 +64,11 @@ def test_a_peer_that_is_killed_before_its_answer_is_read_costs_nothing_but_the_l
         check(kv, memory, seq)
         until(lambda: not tier.stats.is_enabled)
         kv.reset()
-    num_read = tier.num_read
+    num_read = tier.num_by_transport["nixl"]
     with another_process(address, "--nixl"):
         until(lambda: tier.stats.num_records == WHOLE)
         check(kv, memory, load(kv, made))
-        assert tier.num_read == num_read + WHOLE
+        assert tier.num_by_transport["nixl"] == num_read + WHOLE
         made.close()
 
 
@@ -77,7 +78,7 @@ def test_where_one_side_has_no_nixl_copies_are_sent(nixl, has_it):
     kv, memory, made, tier = asking(server.address, memory=nixl if has_it == "the client" else None)
     until(lambda: tier.stats.num_records == WHOLE)
     check(kv, memory, load(kv, made))
-    assert (tier.num_read, tier.stats.num_hits) == (0, WHOLE)
+    assert tier.num_by_transport == {"tcp": WHOLE, "nixl": 0}
     assert not tier.stats.faults
     made.close()
     server.close()
@@ -94,7 +95,7 @@ def test_memory_that_cannot_be_reached_costs_one_question_and_then_copies_are_se
     kv, memory, made, tier = asking(server.address, memory=nixl)
     until(lambda: tier.stats.num_records == WHOLE)
     check(kv, memory, load(kv, made))
-    assert (tier.num_read, tier.stats.num_hits) == (0, WHOLE)
+    assert tier.num_by_transport == {"tcp": WHOLE, "nixl": 0}
     assert tier.stats.faults == {"foreign": 1}
     assert [one.levelno for one in caplog.records] == [logging.WARNING]
     made.close()
