@@ -44,7 +44,8 @@ _FROM = {  # the first seed that shows a bug
     "StartsBeforeItsBytesAreThere": 4, "LeavesOutTheEndOfALoad": 4,
     "finds_what_other_salts_have": 7, "stores_what_is_reused": 28, "WaitsForEver": 382,
     "KeepsTheBlocksOfTheAborted": 5, "RanksDecideAlone": 18, "OneRankDecides": 18,
-    "ChoosesStoresByItsOwnTiers": 18, "TendsOneRankAlone": 18, "gives_each_request_the_turn_of_now": 0,
+    "ChoosesStoresByItsOwnTiers": 18, "TendsOneRankAlone": 18,
+    "gives_each_request_the_turn_of_now": 0,
 }  # fmt: skip
 
 

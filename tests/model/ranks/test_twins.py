@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from kvcore.tiers import DiskTier, TierInUseError
 from model import EngineConfig, InvalidArgumentError, SamplingParams, StalledError, Submission
 from model.control.step import Step
 from model.engine import Engine, TwinEngine, engine_of
@@ -19,6 +20,8 @@ PROMPTS = ("a prompt of some length, ", "a prompt of some length, and more", "x"
 
 class Tape:
     """The ranks of one process: the first one's words and tensors are kept for the second."""
+
+    size = 2
 
     def __init__(self, rank, said=None):
         self.rank, self.leads = rank, rank == 0
@@ -216,3 +219,35 @@ def test_a_whole_model_has_no_twin_and_an_engine_for_it_is_alone():
         assert type(made) is TwinEngine
         assert made._is_checked == is_checked
     assert not engine_of(cut, ReferenceBackend(), config)._is_checked
+
+
+@pytest.mark.parametrize("name", ["peer", "serve_kv"])
+def test_ranks_have_no_peers(name):
+    address = "127.0.0.1:0"
+    sizes = {"peer": (address,)} if name == "peer" else {"serve_kv": address, "disk": "kv"}
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: cannot be used with --tp$"):
+        twin(Tape(0), **sizes)
+
+
+class Crowded(Tape):
+    """The second rank finds its first two folders in use."""
+
+    num_used = 2
+
+    def all_gather(self, content):
+        if len(content) > 1:
+            return super().all_gather(content)
+        self.num_used -= 1
+        return [content, bytes([self.num_used < 0])]
+
+
+def test_ranks_of_a_replica_take_folders_of_one_number(tmp_path):
+    engine = twin(Crowded(0), disk=str(tmp_path), disk_bytes=1 << 20, shares_disk=True)
+    [tier] = engine.tiers.tiers.tiers
+    assert tier.stats.capacity_bytes == 1 << 19
+    for number, is_free in enumerate((True, True, False)):
+        other = DiskTier(tmp_path / f"replica-{number}" / "rank-0", 1 << 20)
+        with contextlib.nullcontext() if is_free else pytest.raises(TierInUseError):
+            other.start(engine.tiers.tiers.meaning, 1 << 10)
+            other.close()
+    engine.end()
