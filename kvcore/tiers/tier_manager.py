@@ -402,7 +402,9 @@ class TierManager:
         whether tiers have it or not.
         """
         computed = seq.num_computed_tokens
-        last = self.most_tokens(seq) if wanted is None else min(wanted, self.most_tokens(seq))
+        last = self.most_tokens(seq)
+        if wanted is not None:
+            last = min(last, wanted // self._common * self._common)
         if last <= computed:
             return computed, []
         runs: list[_Run] = []

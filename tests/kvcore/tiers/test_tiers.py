@@ -128,3 +128,66 @@ def test_a_killed_process_leaves_whole_records_or_misses(tmp_path):
         some, whole, first = kill_once(tmp_path, first, dice)
         acknowledged, found = acknowledged + some, found + whole
     assert found >= 0.99 * acknowledged > 0
+
+
+class Blocks:
+    """The blocks of a device: each holds its own number."""
+
+    def read_block(self, block_id):
+        return bytes([block_id]) * 64
+
+    def write_block(self, block_id, data):
+        pass
+
+
+def compute(kv, first):
+    """A prompt of 40 tokens is computed, and its blocks are free again."""
+    seq = kv.open(range(first, first + 40))
+    kv.reserve(seq, 40 - seq.num_computed_tokens)
+    kv.commit(seq, 40 - seq.num_computed_tokens)
+    kv.close(seq)
+
+
+def chosen(job):
+    return None if job is None else [part.block_ids for part in job.parts]
+
+
+def test_shards_choose_the_same_blocks_whatever_their_tiers_have():
+    """One has room for all copies, the other one for three, and has done with its stores later."""
+    shards, stores = [], []
+    for room in (100, 3):
+        kv, host = kvcore.KVCacheManager(12, 4), tiers.HostTier(room * (64 + 512))
+        how = {"block_bytes": 64, "meaning": {"rank": room}, "max_store_blocks": 11}
+        made = tiers.TierManager(kv, [host], Blocks(), is_shard=True, **how)
+        shards.append((kv, made))
+        told = []
+        for first in (0, 100, 0, 100):  # each evicts the one before, and computes it again
+            compute(kv, first)
+            job = made.begin_store()
+            if room == 100:
+                job.run()
+            made.cancel_stores()
+            again = made.begin_store()
+            again.run()
+            made.finish_store(again, is_done=True)
+            told += [chosen(job), chosen(again)]
+        stores.append(told)
+    assert stores[0] == stores[1]
+    assert None not in stores[0]
+
+    seqs = [kv.open(range(40)) for kv, _ in shards]
+    found = [made.find(seq).num_tokens for (_, made), seq in zip(shards, seqs, strict=True)]
+    assert found[0] == 36 > found[1]
+    jobs = [
+        made.begin_load(seq, num_tokens=34) for (_, made), seq in zip(shards, seqs, strict=True)
+    ]
+    assert chosen(jobs[0]) == chosen(jobs[1])
+    for job in jobs:
+        job.run()
+    assert [job.is_whole for job in jobs] == [True, False]
+    ended = [made.finish_load(job) for (_, made), job in zip(shards, jobs, strict=True)]
+    assert ended == [True, False]
+    assert [seq.num_computed_tokens for seq in seqs] == [32, 4]  # one block was in the pool
+    assert shards[0][1].begin_store() is None  # every shard has what was loaded
+    for kv, _ in shards:
+        kvcore.check(kv)
