@@ -111,6 +111,8 @@ class TwinCore(EngineCore):
         is_ended = super().abort(request)
         if is_ended:
             self._said.append(_Aborted(request.request_id))
+        if self.tiers is not None and self.tiers.is_busy and not self.has_unfinished:
+            self.tiers.wake()  # no step goes on with transfers
         return is_ended
 
     def step(self) -> list[Output]:

@@ -33,7 +33,7 @@ from tests.simulation.device import (
 from tests.simulation.http import serve
 from tests.simulation.loop import SimulatedHost
 from tests.simulation.ranks import make_groups
-from tests.simulation.tiers import make_tiers
+from tests.simulation.tiers import HANGS_S, make_tiers
 
 _CHECK_CHANCE = 0.01  # of a step; a run that fails is repeated with all of them checked
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
@@ -272,8 +272,11 @@ class Replica:
             await idle(self)
             with suppress(*([] if self.core.tiers is None else [NotServingError])):
                 await self.engine.call(lambda engine: None)  # else a fault is ending it just now
-            while self.core.tiers is not None and self.core.tiers.is_busy:  # noqa: ASYNC110
+            until_s = self.run.loop.now + 2 * max(HANGS_S)
+            while self.core.tiers is not None and self.core.tiers.is_busy:
                 await asyncio.sleep(0.1)  # a store may hang for half a minute
+                if self.run.loop.now > until_s:
+                    raise ViolationError("a store never ends while no step runs")
             self._check_nothing_kept()
         if self.engine.health.state is EngineState.RECOVERING:
             raise ViolationError("the engine computes, and takes no requests")

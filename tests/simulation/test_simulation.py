@@ -77,7 +77,7 @@ def test_a_seed_is_one_run_whatever_strings_hash_to_and_on_every_version(python)
     assert ended.stdout.split() == digests(range(12))
 
 
-@pytest.mark.parametrize("seed", [24, 43, 121])
+@pytest.mark.parametrize("seed", [24, 43, 121, 1304])
 def test_a_seed_that_has_shown_a_bug_breaks_no_rule(seed):
     assert Run(plan_of(seed))().violation is None
 
