@@ -21,6 +21,7 @@ import kvcore
 from kvcore.adapters.recurrent import RecurrentPass, Run, StateStep, cache_argument
 from model.attention.attention import PagedPass, logits_of
 from model.attention.batch import StepTensors
+from model.attention.compressed import PagedEntries
 from model.attention.latents import absorb
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
@@ -105,8 +106,16 @@ class PagedNetwork:
                     f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
-            if shape.index is not None:
-                _check_index(backend, layer, shape.index)
+            index = shape.index if shape.entries is None else shape.entries.index
+            if index is not None:
+                _check_index(backend, layer, index)
+            if shape.value_dim is not None and shape.head_dim > backend.capabilities.max_latent_dim:
+                raise UnsupportedModelError(
+                    f"backend {backend.name}: layer {layer} stores one row of {shape.head_dim} "
+                    f"numbers for key and value, and this backend stores rows of at most "
+                    f"{backend.capabilities.max_latent_dim}; use --backend triton or --backend "
+                    f"numba"
+                )
         self.layout = plan_layout([*shapes.values()], [*shapes], states)
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
@@ -177,6 +186,10 @@ class PagedNetwork:
             raise UnsupportedModelError(
                 f"kv_dtype: backend {self._backend.name} has no caches of {dtype}, it has {known}"
             )
+        if self.layout.beside:
+            raise UnsupportedModelError(
+                "kv_dtype: wanted layers without compressed keys, whose parts would lose too much"
+            )
 
     def store_as(self, dtype: torch.dtype, scales: Scales) -> None:
         """Use quantised caches from now on; none are allocated yet. O(num_layers).
@@ -185,7 +198,7 @@ class PagedNetwork:
             dtype: of a stored element.
             scales: of each layer; empty: all are 1.
         """
-        layers = [replace(layer, dtype=dtype) for layer in self.layout.layers]
+        layers = [replace(layer, dtype=dtype) for layer in self.layout.own_layers]
         self.layout = plan_layout(layers, [*self.layout.numbers], self.layout.states)
         self._scales = scales
 
@@ -204,6 +217,10 @@ class PagedNetwork:
         if self.rope is not None:
             raise UnsupportedModelError(
                 "tracing: its rotary factors depend on the length of each request"
+            )
+        if self.layout.beside:
+            raise UnsupportedModelError(
+                "tracing: how many compressed keys a step makes depends on its positions"
             )
         own = trace_network(self._network, self.device, is_stored=self._is_whole)
         traced = {False: own}
@@ -399,6 +416,9 @@ class PagedNetwork:
         paged = PagedPass(
             backend or self._backend, self.caches, self.layout, step.paged, step.ahead
         )
+        if self.layout.beside:
+            entries = PagedEntries(paged.backend, self.caches, self.layout, step.paged)
+            paged = replace(paged, entries=entries)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
         is_compiled = isinstance(traced, PiecewiseNetwork)
