@@ -64,7 +64,7 @@ class Entries(Protocol):
         """
         ...
 
-    def store(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
+    def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
         """Store the entries that the step completes.
 
         Args:
@@ -74,7 +74,7 @@ class Entries(Protocol):
         """
         ...
 
-    def choose(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
+    def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
         """Choose the `count` entries that each token attends to; see `Attending.choose`."""
         ...
 
@@ -166,7 +166,7 @@ class _CompressorCache(ReportedLength):
         return None, None
 
     def update_compressor_states(self, name: str, rows: Tensor) -> "Tensor | Index":
-        """Store the entries; stand-in for those of the whole text. `store`'s cost.
+        """Store the entries; stand-in for those of the whole text. `store_entries`'s cost.
 
         Args:
             name: whose they are.
@@ -178,7 +178,7 @@ class _CompressorCache(ReportedLength):
             self._refuse("compresses in another way than by single or by overlapping windows")
         is_index = name == "indexer"
         if self._entries is not None:
-            self._entries.store(self._layer, rows[0][completed.is_new], is_index=is_index)
+            self._entries.store_entries(self._layer, rows[0][completed.is_new], is_index=is_index)
         none = rows[:, :0]
         if not is_index:
             return none
@@ -189,7 +189,7 @@ class _CompressorCache(ReportedLength):
             if count < 1:
                 raise UnsupportedModelError(f"index_topk: wanted at least 1, got {count}")
             if self._entries is not None:
-                self._entries.choose(self._layer, query, weights, count)
+                self._entries.choose_entries(self._layer, query, weights, count)
             return torch.empty((1, len(query), 0), dtype=torch.int64, device=query.device)
 
         return choose
@@ -252,16 +252,16 @@ class PagedEntries:
             found.append(torch.where(is_there, of_tokens[:, :, 0], missing))
         return Completed(torch.stack(found, 2), positions[:, 0], is_new)
 
-    def store(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """As `Entries.store`."""
+    def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
+        """As `Entries.store_entries`."""
         *_, entries = self.layout.beside[self.layout.numbers[layer]]
         cache = self.caches.indexes[entries] if is_index else self.caches.layers[entries]
         if len(rows):
             slots = self._completed(entries, overlaps=False)[-1]
             self.backend.store_kv(rows.unsqueeze(1), None, cache, slots)
 
-    def choose(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
-        """As `Entries.choose`; where no token sees more than `count` entries, nothing is done."""
+    def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
+        """As `Entries.choose_entries`; where no token sees more than `count`, all are."""
         number = self.layout.numbers[layer]
         *_, entries = self.layout.beside[number]
         batch, rate = self._batch(entries), self.layout.layers[entries].rate

@@ -148,32 +148,6 @@ def _places(pattern: MaskPattern, size: int) -> tuple[list[int], list[int]]:
 
 
 @dataclass(slots=True)
-class _NotedEntries:
-    """Notes for each layer with compressed keys their shape."""
-
-    shapes: dict[int, EntriesShape] = field(default_factory=dict)
-    dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of index entries
-
-    def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
-        """Note the parts; nothing is complete."""
-        if is_index:
-            self.dtypes[layer] = parts.dtype
-        else:
-            count = parts.shape[1]
-            self.shapes[layer] = EntriesShape(rate, count, reach=rate * count // 2)
-        return none_complete(parts, rate)
-
-    def store(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """Nothing is complete."""
-
-    def choose(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
-        """Note the shape of the index."""
-        del weights
-        index = IndexShape(query.shape[2], self.dtypes[layer], count)
-        self.shapes[layer] = replace(self.shapes[layer], index=index)
-
-
-@dataclass(slots=True)
 class Probe:
     """A pass that stores nothing and notes what each layer would store and see."""
 
@@ -184,7 +158,8 @@ class Probe:
     makers: dict[object, int] = field(default_factory=dict)  # the first layer with these tensors
     kept: list[Tensor] = field(default_factory=list)  # so that no later tensor has their memory
     indexes: dict[int, IndexShape] = field(default_factory=dict)
-    entries: _NotedEntries = field(default_factory=_NotedEntries)
+    compressed: dict[int, EntriesShape] = field(default_factory=dict)
+    index_dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of compressed keys
 
     def see(self, layer: int, mask: Tensor | None) -> None:
         """Note what the mask of a layer lets it see.
@@ -240,7 +215,7 @@ class Probe:
             value_dim=value.shape[2] if is_latent else None,
             reads=None if maker == layer else maker,
             index=self.indexes.get(layer),
-            entries=self.entries.shapes.get(layer),
+            entries=self.compressed.get(layer),
         )
         self.soft_caps[layer] = terms.soft_cap
         return query.new_zeros(*query.shape[:2], value.shape[2])
@@ -250,6 +225,29 @@ class Probe:
         del query, weights
         self.indexes[layer] = IndexShape(key.shape[2], key.dtype, count)
         return key.new_zeros((len(key), count), dtype=torch.int32)
+
+    @property
+    def entries(self) -> "Probe":
+        """Itself, which notes what is compressed. O(1)."""
+        return self
+
+    def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
+        """Note the parts; nothing is complete."""
+        if is_index:
+            self.index_dtypes[layer] = parts.dtype
+        else:
+            count = parts.shape[1]
+            self.compressed[layer] = EntriesShape(rate, count, reach=rate * count // 2)
+        return none_complete(parts, rate)
+
+    def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
+        """Nothing is complete."""
+
+    def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
+        """Note the shape of the index of compressed keys."""
+        del weights
+        index = IndexShape(query.shape[2], self.index_dtypes[layer], count)
+        self.compressed[layer] = replace(self.compressed[layer], index=index)
 
 
 def _memory(tensor: Tensor) -> object:
@@ -471,26 +469,6 @@ _Rows = dict[tuple[int, tuple[str, ...]], tuple[Tensor, ...]]
 """What passes have noted, by layer and the names of its parts."""
 
 
-class _EntriesAlone:
-    """Notes a row of what compressed keys are made of; none is complete."""
-
-    def __init__(self, note: Callable[..., None]) -> None:
-        self._note = note
-
-    def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
-        """Note the parts."""
-        self._note(layer, _INDEX_ENTRY_PARTS if is_index else _ENTRY_PARTS, parts)
-        return none_complete(parts, rate)
-
-    def store(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """Nothing is complete."""
-
-    def choose(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
-        """Note a row of queries and weights."""
-        del count
-        self._note(layer, _INDEX_PARTS[:2], query, weights)
-
-
 class _Alone:
     """A pass in which no token sees another; notes query, key and value of one row.
 
@@ -502,7 +480,7 @@ class _Alone:
         self._elsewhere = elsewhere
         self.noted: _Rows = {}
         self.noted_elsewhere: _Rows = {}
-        self.entries = _EntriesAlone(self._note)
+        self.entries = self
 
     def attend(
         self,
@@ -525,6 +503,19 @@ class _Alone:
         """Note a row of an index; choose anything."""
         self._note(layer, _INDEX_PARTS, query, weights, key)
         return key.new_zeros((len(key), count), dtype=torch.int32)
+
+    def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
+        """Note a row of what compressed keys are made of; nothing is complete."""
+        self._note(layer, _INDEX_ENTRY_PARTS if is_index else _ENTRY_PARTS, parts)
+        return none_complete(parts, rate)
+
+    def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
+        """Nothing is complete."""
+
+    def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
+        """Note a row of an index."""
+        del count
+        self._note(layer, _INDEX_PARTS[:2], query, weights)
 
     def _note(self, layer: int, names: tuple[str, ...], *parts: Tensor) -> None:
         """Note a row of what a layer passes on."""

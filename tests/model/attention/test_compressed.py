@@ -112,7 +112,7 @@ def test_forks_of_a_prompt_copy_what_is_not_complete():
 
 
 def _forgets_entries(monkeypatch):
-    monkeypatch.setattr(PagedEntries, "store", lambda *_, **__: None)
+    monkeypatch.setattr(PagedEntries, "store_entries", lambda *_, **__: None)
 
 
 def _keeps_too_few_parts(monkeypatch):
@@ -138,7 +138,7 @@ def _overlaps_with_nothing(monkeypatch):
 
 
 def _chooses_the_oldest(monkeypatch):
-    choose = PagedEntries.choose
+    choose = PagedEntries.choose_entries
 
     def wrong(self, layer, query, weights, count):
         choose(self, layer, query, weights, count)
@@ -146,7 +146,7 @@ def _chooses_the_oldest(monkeypatch):
             if key[0] == "chosen":
                 chosen[:] = torch.arange(count)
 
-    monkeypatch.setattr(PagedEntries, "choose", wrong)
+    monkeypatch.setattr(PagedEntries, "choose_entries", wrong)
 
 
 def _is_off_by_an_entry(monkeypatch):
