@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 import backends
-from backends.sparse import by_slot
 from kvcore.adapters.recurrent import ReportedLength
 from model.attention.indexer import Index
 from model.caches.kv_caches import KVCaches
@@ -293,7 +292,7 @@ class PagedEntries:
             terms: of the layer.
         """
         cache, batch = self.caches.layers[number], self._batch(number)
-        seen, first, second = by_slot(cache)
+        seen, first, second = backends.by_slot(cache)
         *_, entries = self.layout.beside[number]
         shape, size = self.layout.layers[entries], cache.k.shape[1]
         positions = self._tokens().positions
