@@ -119,9 +119,9 @@ def _burns():
         pass
 
 
-def _keeps():
-    if len(KEPT) < 5:
-        KEPT.append(b"x" * (300 << 20))
+def _grows():
+    if len(GROWN) < 5:
+        GROWN.append(b"x" * (300 << 20))
 
 
 def _opened(core):
@@ -129,12 +129,12 @@ def _opened(core):
     core.kv.reserve(sequence, 40)
 
 
-KEPT = []
+GROWN, KEPT = [], []
 PLANTS = {
     "raises": lambda _: _unknown(_raises),
     "blocks": lambda _: _unknown(lambda: time.sleep(0.3)),
     "burns": lambda _: _unknown(_burns),
-    "grows": lambda _: _unknown(_keeps),
+    "grows": lambda _: _unknown(_grows),
     "keeps blocks": lambda engine: _unknown(
         lambda: KEPT.append(asyncio.ensure_future(engine.call(_opened)))
     ),
