@@ -29,13 +29,23 @@ HELD = ("lease", "end_lease", "close_in_flight", "reset_in_flight", "twins")
 TRANSFERS = ("lease", "fail_transfer", "fail_blocks")
 UNKNOWN = ("expect", "resolve", "read_a_step", "verify_later", "run_ahead", "write_and_commit")
 NEAR = {  # a planted bug, or the first word of its name: the rules that are near it
+    "events_remove_with_the_first_copy": (
+        "open",
+        "run",
+        "twins",
+        "come_back_under_pressure",
+        "close",
+    ),
     "groups_keep_in_part_what_another_reads": (*LIVES, *LOADS, *TRANSFERS),
     "items": (*LIVES, "meet_the_neighbours"),
     "leases": (*LIVES, *HELD, "reserve", "tick"),
     "leases_count_what_a_look_up_found": ("open", "run", "close_in_flight", "close"),
+    "leases_never_expire": ("open", "run", "lease", "tick", "close"),
     "loads": (*LIVES, *LOADS, "reserve", "tick"),
+    "loads_fail_without_the_copies_of_forks": ("open", "run", "fork", "fail_load", "close"),
     "loads_join_after_a_gap": ("load_a_prefix", "close"),
     "loads_join_whatever_the_tokens_are_now": ("load_a_prefix", "close"),
+    "loads_keep_too_few_blocks_of_a_window": ("load_a_prefix", "close"),
     "loads_keep_what_is_out_of_sight": ("load_a_prefix", "close"),
     "loads_leak_what_comes_too_late": ("load_a_prefix", "close"),
     "look": (*LIVES, "keep_for_later", "come_back_under_pressure"),
@@ -46,8 +56,14 @@ NEAR = {  # a planted bug, or the first word of its name: the rules that are nea
     "manager_publishes_a_half_full_block": (*LIVES, "reserve", "write_and_commit"),
     "manager_publishes_what_a_step_only_schedules": (*LIVES, "serve"),
     "manager_uses_a_node_that_stands_for_something": (*LIVES, "come_back_under_pressure", "churn"),
+    "namespaces_leave_out_the_version_of_the_adapter": (
+        "open",
+        "run",
+        "meet_the_neighbours",
+        "close",
+    ),
     "retention": (*LIVES, *KEPT, "tick"),
-    "transfers_fail_and_hold_their_blocks": (*LIVES, *TRANSFERS),
+    "transfers_fail_and_hold_their_blocks": ("open", "run", "lease", "fail_transfer", "close"),
     "unknown": (*LIVES, *UNKNOWN, "reserve"),
 }
 """The machine has fifty rules: where all may run, those that meet seldom do so one after another.
