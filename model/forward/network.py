@@ -22,6 +22,7 @@ from kvcore.adapters.recurrent import RecurrentPass, Run, StateStep, cache_argum
 from model.attention.attention import PagedPass, logits_of
 from model.attention.batch import StepTensors
 from model.attention.latents import absorb
+from model.attention.own_code import has_alibi
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
@@ -167,11 +168,16 @@ class PagedNetwork:
         )
 
     def check_stores(self, dtype: torch.dtype) -> None:
-        """Raise unless the backend supports quantised caches of this dtype. O(1).
+        """Raise unless the network and the backend support quantised caches of this dtype. O(1).
 
         Raises:
-            UnsupportedModelError: it does not.
+            UnsupportedModelError: one of them does not.
         """
+        if has_alibi(self._network):
+            raise UnsupportedModelError(
+                f"kv_dtype: {type(self._network).__name__} has ALiBi, and caches of {dtype} cannot "
+                f"hold its positions: leave out --kv-dtype"
+            )
         if dtype not in self._backend.capabilities.quantised:
             known = ", ".join(map(str, self._backend.capabilities.quantised)) or "none"
             raise UnsupportedModelError(

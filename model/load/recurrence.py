@@ -14,6 +14,7 @@ from kvcore.adapters import recurrent
 from kvcore.adapters.recurrent import BackendOperations, use_pytorch
 from model.attention.attention import IMPLEMENTATION, follow_layers
 from model.attention.indexer import follow_indexers
+from model.attention.own_code import follow_own_code
 from model.errors import UnsupportedModelError
 
 
@@ -47,6 +48,7 @@ def probe_recurrence(network: PreTrainedModel, backend: backends.Backend) -> rec
 
 
 def _attend(network: PreTrainedModel, device: torch.device) -> None:
+    follow_own_code(network)
     network.set_attn_implementation(IMPLEMENTATION)
     follow_layers(network)
     follow_indexers(network)
