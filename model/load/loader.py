@@ -343,6 +343,16 @@ def _why_unreachable(endpoint: str) -> str:
         return str(getattr(error, "reason", error))
 
 
+def load_config(name: str) -> PreTrainedConfig:
+    """Load the configuration of a model alone, from a folder or an id. Reads one small file.
+
+    Raises:
+        ModelNotFoundError: there is no such model, or it is broken.
+        UnsupportedModelError: Transformers does not know this kind of model.
+    """
+    return _load_config(_resolve(name))
+
+
 def _load_config(source: _Source) -> PreTrainedConfig:
     path, content = source.path("config.json"), {}
     if source.is_folder:

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model.load.architectures import check_architecture
-from model.load.loader import load_model, wrap_network
+from model.load.loader import load_config, load_model, wrap_network
 from model.ranks.parallel import Sums, shard_network
 
 
@@ -84,11 +84,7 @@ class Wordless:
 
 def config_of(name):
     """The configuration of a name of `CONFIGS`, a folder or an id."""
-    return (
-        AutoConfig.for_model(**CONFIGS[name])
-        if name in CONFIGS
-        else AutoConfig.from_pretrained(name)
-    )
+    return AutoConfig.for_model(**CONFIGS[name]) if name in CONFIGS else load_config(name)
 
 
 def load(name, device, dtype, ranks=None, *, dummy_weights):
