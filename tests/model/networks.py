@@ -144,7 +144,7 @@ def random_adapter(
             shapes = (rank, layer.in_features), (layer.out_features, rank)
             halves = [torch.randn(shape, generator=random_numbers) * size for shape in shapes]
             products[path] = Product(*[half.to(layer.weight) for half in halves])
-    return Adapter(name, seed, products)
+    return Adapter(f"{name}=", name, seed, products)
 
 
 def greedy_and_margin(
