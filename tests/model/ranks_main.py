@@ -16,10 +16,12 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import backends
@@ -56,27 +58,28 @@ def walk(ranks: Ranks, names: list[str]) -> None:
         say(json.dumps(outcomes))
 
 
+def _logits(
+    network: PreTrainedModel, tokens: Tensor, adapter: Adapter, cuts: Mapping[str, Cut]
+) -> tuple[Tensor, ...]:
+    """Those without the adapter, and with it if the network can have one."""
+    adapters = None
+    with suppress(UnsupportedModelError):
+        adapters = Adapters(network, 1, 3, None, cuts)
+    network.set_attn_implementation("eager")  # else a probe has left ours
+    plain = network(tokens, use_cache=False).logits
+    if adapters is None:
+        return (plain,)
+    own = {path: one for path, one in adapter.products.items() if path in adapters._halves}
+    adapters.add(replace(adapter, products=own).cut(cuts))
+    with adapters.choosing(torch.tensor([0])):
+        return plain, network(tokens, use_cache=False).logits
+
+
 def _outcome(ranks: Ranks, name: str, variant: str) -> str:
     torch.manual_seed(0)
     config = make_config(name, variant)
     network = auto_class(config).from_config(config, attn_implementation="eager").eval()
     tokens = torch.arange(1, 21)[None] * 7 % 300
-
-    def logits(adapter: Adapter, cuts: Mapping[str, Cut]) -> tuple[Tensor, ...]:
-        """Without the adapter, and with it if the network can have one."""
-        try:
-            adapters = Adapters(network, 1, 3, None, cuts)
-        except UnsupportedModelError:
-            adapters = None
-        network.set_attn_implementation("eager")  # else the probe has ours
-        if adapters is None:
-            return (network(tokens, use_cache=False).logits,)
-        own = {path: one for path, one in adapter.products.items() if path in adapters._halves}
-        adapters.add(replace(adapter, products=own).cut(cuts))
-        plain = network(tokens, use_cache=False).logits
-        with adapters.choosing(torch.tensor([0])):
-            return plain, network(tokens, use_cache=False).logits
-
     adapter = random_adapter(network, "random", 3, size=0.1)
     before = sum(parameter.numel() for parameter in network.parameters())
     with torch.no_grad():
@@ -84,19 +87,20 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
             network(tokens, use_cache=False)
         except TypeError as error:
             return f"not dense: {error}"  # without a mask it does not even run whole
-        wanted = logits(adapter, {})
+        wanted = _logits(network, tokens, adapter, {})
         try:
             cuts = shard_network(network, ranks, Sums(network.dtype, network.device, ranks))
             check_cut(network, ranks)
         except UnsupportedModelError as error:
             return f"refused: {error}"
-        got = logits(adapter, cuts)
+        got = _logits(network, tokens, adapter, cuts)
     after = sum(parameter.numel() for parameter in network.parameters())
     if after >= before:
         return f"{after} parameters of {before} are left"
     if len(wanted) == 2 and torch.equal(*wanted):
         return "the adapter changes nothing"
-    for what, mine, whole in zip(("logits", "adapted logits"), got, wanted, strict=True):
+    names = ("logits", "adapted logits")[: len(wanted)]
+    for what, mine, whole in zip(names, got, wanted, strict=True):
         if len(set(ranks.all_gather(mine.numpy().tobytes()))) != 1:
             return f"the ranks have different {what}"
         error = float((mine - whole).abs().max() / whole.abs().max())
