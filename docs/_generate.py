@@ -128,6 +128,11 @@ def architectures() -> str:
     return head + str(walk.tables(walk.stored())) + f"\n{images}"
 
 
+def published() -> str:
+    """Well-known checkpoints, and whether they run."""
+    return str(importlib.import_module("tests.model.published").table())
+
+
 def formats() -> str:
     """The formats of quantised weights that load."""
     found = importlib.import_module("model.load.quantised").FORMATS.values()
@@ -183,6 +188,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "bad-input.md": bad_input,
     "architectures.md": architectures,
     "formats.md": formats,
+    "published.md": published,
     "corpus.md": corpus,
     "measured.md": measured,
     "kernels.svg": decode_picture,

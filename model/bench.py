@@ -100,6 +100,7 @@ if __name__ == "__main__":
 
         from model.cli.load_client import send_load
         from model.cli.progress import say, telling
+        from model.host import importing
 
         if not sys.argv[1:] or sys.argv[1] in {"-h", "--help", "--help-all"}:
             print(help_text(), end="")
@@ -108,7 +109,7 @@ if __name__ == "__main__":
         if isinstance(options.asked, LoadOptions):
             report = send_load(options.asked)
         else:
-            with telling("loading torch and Transformers"):
+            with importing(), telling("loading torch and Transformers"):
                 from model.cli.benchmarks import measured, sized
                 from model.cli.start import follow, make_engine
 

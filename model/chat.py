@@ -63,9 +63,10 @@ if __name__ == "__main__":
         import sys
 
         from model.cli.progress import say, telling
+        from model.host import importing
 
         options = parse_args()
-        with telling("loading torch and Transformers"):
+        with importing(), telling("loading torch and Transformers"):
             from model.cli.conversation import Conversation, converse
             from model.cli.start import follow, make_engine
 

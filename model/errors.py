@@ -40,13 +40,7 @@ class InvalidArgumentError(ModelError, ValueError):
 
 
 class InvalidSettingError(InvalidArgumentError):
-    """A setting has a value that is not allowed.
-
-    Args:
-        name: of the setting.
-        wanted: which values are allowed, in words.
-        got: the value.
-    """
+    """A setting has a value that is not allowed."""
 
     def __init__(self, name: str, wanted: str, got: object) -> None:
         super().__init__(f"{name}: wanted {wanted}, got {shown(got)}")

@@ -17,12 +17,13 @@ if __name__ == "__main__":
 
         from model.cli.progress import telling
         from model.cli.prompts import read_command_line
+        from model.host import importing
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         job = read_command_line()
 
-        with telling("loading torch and Transformers"):
+        with importing(), telling("loading torch and Transformers"):
             from model.cli.session import execute
 
         sys.exit(execute(*job))

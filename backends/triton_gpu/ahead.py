@@ -52,11 +52,6 @@ def make(calls: Calls, place: Place, gpu: Gpu) -> None:
     The last come first, until other processes compile: those are to be the quickest to compile, and
     where all is on disk already they have been made by then. The others follow as their kernels
     come.
-
-    Args:
-        calls: what takes longest to compile first.
-        place: where to make them.
-        gpu: what the place runs on.
     """
     with _Compilers(gpu, calls) as compilers:
         left = dict(enumerate(calls(place)))

@@ -54,11 +54,7 @@ class LifetimeStats:
 
 @final
 class LifetimeRecorder:
-    """Three histograms, and for every block when it was published and freed.
-
-    Args:
-        num_blocks: blocks in the cache.
-    """
+    """Three histograms, and for every block when it was published and freed."""
 
     __slots__ = ("_durations", "_freed_at", "_published_at")
 

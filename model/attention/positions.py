@@ -61,10 +61,6 @@ class RowsElsewhere(TorchFunctionMode):
     twin that starts at another row, and everything computed from the count has a twin too. Integers
     are followed through arithmetic only: integers that are indices (the rows of an expert's tokens)
     must stay in range.
-
-    Args:
-        num_rows: of the pass.
-        shift: in rows.
     """
 
     def __init__(self, num_rows: int, shift: int) -> None:

@@ -38,12 +38,7 @@ _DEFAULT_SHARE = 4  # at most 1 / 4 of the cache's bytes, and of the free host m
 
 
 class BlockMover:
-    """Moves and copies blocks in the caches of one network, as the scheduler plans.
-
-    Args:
-        backend: copies blocks inside the caches.
-        caches: of every layer.
-    """
+    """Moves and copies blocks in the caches of one network, as the scheduler plans."""
 
     def __init__(self, backend: backends.Backend, caches: KVCaches) -> None:
         self._backend = backend

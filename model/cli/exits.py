@@ -41,12 +41,7 @@ _REPORT = "This is a bug in kvcore. Please report the lines above together with 
 
 
 class Stopped(KeyboardInterrupt):  # as what it is made of, it is no error
-    """A signal asked for an end, and the work came to one.
-
-    Args:
-        number: of the signal.
-        report: what is there nevertheless.
-    """
+    """A signal asked for an end, and the work came to one."""
 
     def __init__(self, number: int, report: str) -> None:
         super().__init__(number)

@@ -37,9 +37,6 @@ class _Answer:
 class _Client:
     """Asks one server.
 
-    Args:
-        asked: what, and where.
-
     Raises:
         UsageError: its address is none.
     """

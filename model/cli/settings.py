@@ -95,13 +95,7 @@ class FlagRow:
 
 
 class Flags:
-    """The flags of one command.
-
-    Args:
-        prog: the command.
-        description: what it does.
-        epilog: what stands below the flags.
-    """
+    """The flags of one command."""
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
         self.prog = prog

@@ -74,12 +74,7 @@ class ReplicaLostError(EngineFaultError):
 
 
 class Ingress:
-    """Forwards requests to replicas; Ray runs it as the ingress deployment.
-
-    Args:
-        replicas: Ray's handle of the replicas.
-        options: the command line.
-    """
+    """Forwards requests to replicas; Ray runs it as the ingress deployment."""
 
     def __init__(self, replicas: Any, options: ClusterOptions) -> None:  # noqa: ANN401  # Ray's
         self.calls = replicas.options(method_name="answer", stream=True)

@@ -36,6 +36,7 @@ from model.cluster.forwarded import FIRST_TOKEN, TAKEN, AdapterTable, Forwarded,
 from model.cluster.routing import EVENTS, REPLAY
 from model.cluster.scaling import WAITING
 from model.errors import ModelError
+from model.host import importing
 from model.serve.app import create_app
 
 if TYPE_CHECKING:  # the driver names this class without loading torch
@@ -51,11 +52,7 @@ REFUSED = "kvcore-refused: "
 
 
 class Replica:
-    """Answers requests that the ingress forwards; Ray runs it as a deployment.
-
-    Args:
-        options: the command line.
-    """
+    """Answers requests that the ingress forwards; Ray runs it as a deployment."""
 
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
@@ -64,7 +61,8 @@ class Replica:
         self._following = asyncio.Lock()
         self._followed_ns = 0
         try:
-            start = import_module("model.cli.start")
+            with importing():
+                start = import_module("model.cli.start")
             engine: EngineCore = start.make_engine(options.model, options.engine, print)
             engine.prepare_grammars()
         except ModelError as error:
@@ -206,7 +204,8 @@ class _Follower:
         An actor outlives what its methods raise, and the other ranks would wait for it.
         """
         try:
-            start = import_module("model.cli.start")
+            with importing():
+                start = import_module("model.cli.start")
             code: int = start.follow(self._options.model, self._options.engine)
         except BaseException:  # noqa: BLE001  # whatever it is
             traceback.print_exc()

@@ -66,10 +66,6 @@ def run(options: ClusterOptions) -> int:
 def serving(options: ClusterOptions, asked: StopRequest) -> Iterator[str]:
     """Start replicas and yield their address; at the end of the block they drain and stop.
 
-    Args:
-        options: the command line.
-        asked: a signal that ends the start.
-
     Raises:
         ModelError: the replicas refuse their settings, or the address is not available.
         NotStartedError: Ray does not start them.

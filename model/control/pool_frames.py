@@ -159,9 +159,6 @@ def fold(first: Frame, then: Frame) -> Frame:
 class FrameLog:
     """Frames of a run of any length, in bounded memory: neighbours are folded as it grows.
 
-    Args:
-        max_size: entries that may be kept.
-
     Attributes:
         frames: what is kept, in order.
     """

@@ -109,9 +109,6 @@ class ImageEncoder:
     def encode(self, chunks: Sequence[Chunk]) -> dict[Request, ModelError]:
         """Have the outputs of a step's images at hand. A pass for each that is not kept.
 
-        Args:
-            chunks: of the step.
-
         Returns:
             The requests that it failed for, and why: no memory, or an image that the tower of this
             network cannot compute; on all ranks those of any.

@@ -375,10 +375,6 @@ class PagedNetwork:
     def add_adapter(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
         """Let requests ask for an adapter. O(its layers), between two steps.
 
-        Args:
-            adapter: read for this network.
-            in_use: the namespaces of unfinished requests.
-
         Raises:
             InvalidArgumentError: another one has its name, there are too many, its rank is too
                 large, or none are allowed.

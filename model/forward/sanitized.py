@@ -116,9 +116,6 @@ def _alone(method: _Method) -> _Method:
 class SanitizedBackend:
     """Checks another backend.
 
-    Args:
-        inner: does the work.
-
     Attributes:
         shadow: knows what each slot should hold.
         lock: held while blocks are scrambled: no other thread reads or writes one meanwhile.

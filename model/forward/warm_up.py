@@ -71,10 +71,6 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
     """Compile kernels, trace and compile the network; return its mode in words. Only once.
 
     Takes a few seconds, or tens of seconds if no compiled kernel is cached on disk.
-
-    Args:
-        network: has caches, of any size.
-        config: of the engine.
     """
     if network.mode is not None:
         return network.mode

@@ -151,11 +151,7 @@ def _file_bytes(path: Path, most: int) -> bytes:
 
 
 class NoImages:
-    """Stands where a model takes no images.
-
-    Args:
-        why: in words.
-    """
+    """Stands where a model takes no images."""
 
     def __init__(self, why: str) -> None:
         self.why = why

@@ -67,6 +67,7 @@ from model.load.quantised import (
     find_format,
     finish,
     freeing_at_once,
+    padding_blocks,
 )
 from model.load.text import TextStream
 from model.ranks.parallel import Cut, Sums, check_cut, shard_network
@@ -492,7 +493,7 @@ def _load_network(
     found: Format | None,
 ) -> PreTrainedModel:
     if found is not None:
-        with freeing_at_once():
+        with freeing_at_once(), padding_blocks():
             settings = choose_dequantised(config, found)
             network = _read_network(source, config, dtype, stored, shapes, settings)
             return finish(network, found, dtype, device)

@@ -22,7 +22,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from model.errors import ModelNotFoundError, UnsupportedModelError, shown
 from model.load.checkpoint import StoredTensor
@@ -65,6 +67,39 @@ def freeing_at_once() -> Iterator[None]:
     finally:
         set_option(_MMAP_THRESHOLD, 1 << 25)  # what glibc itself comes to
         set_option(_TRIM_THRESHOLD, 1 << 26)
+
+
+@contextmanager
+def padding_blocks() -> Iterator[None]:
+    """Transformers reads matrices in here whose last FP8 blocks are cut by the edge.
+
+    DeepSeek V3 has one in each layer: 576 rows in blocks of 128. Transformers divides rows by
+    scales to find the size of a block, so it would refuse them, or take wrong scales.
+    """
+    original = Fp8Dequantize._dequantize_one  # noqa: SLF001
+
+    def dequantise(
+        self: Fp8Dequantize,
+        quantized: Tensor,
+        scales: Tensor,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        sizes = self.hf_quantizer.quantization_config.weight_block_size or (1, 1)
+        shape, grid = quantized.shape[-2:], scales.shape[-2:]
+        whole = [-(-length // size) * size for length, size in zip(shape, sizes, strict=True)]
+        is_cut = [*shape] != whole and [n * s for n, s in zip(grid, sizes, strict=False)] == whole
+        if is_cut:
+            padded = quantized.new_zeros(whole)
+            padded[: shape[0], : shape[1]] = quantized
+            quantized = padded
+        found: Tensor = original(self, quantized, scales, output_dtype=output_dtype)
+        return found[: shape[0], : shape[1]].contiguous() if is_cut else found
+
+    Fp8Dequantize._dequantize_one = dequantise  # type: ignore[method-assign]  # noqa: SLF001
+    try:
+        yield
+    finally:
+        Fp8Dequantize._dequantize_one = original  # type: ignore[method-assign]  # noqa: SLF001
 
 
 _INT8 = "bitsandbytes int8"

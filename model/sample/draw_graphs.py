@@ -138,9 +138,6 @@ class GraphCapturer:
 
     As a context manager it turns Python's garbage collector off: freeing GPU memory would end a
     capture, and a collection before each one takes longer than all captures together.
-
-    Args:
-        device: a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -181,12 +178,7 @@ class GraphCapturer:
 
 
 class DrawGraphs:
-    """The captured draws of an engine.
-
-    Args:
-        max_rows: of a step.
-        device: of the logits.
-    """
+    """The captured draws of an engine."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._passes = passes_for(device.type)

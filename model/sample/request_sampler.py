@@ -535,13 +535,7 @@ class _TokenCounts:
 
 
 class _LogprobRows:
-    """The rows that ask for log-probabilities.
-
-    Args:
-        rows: of the logits.
-        sampling: the requests of all rows.
-        device: of the logits.
-    """
+    """The rows that ask for log-probabilities."""
 
     def __init__(
         self, rows: Sequence[int], sampling: Sequence[Request], device: torch.device

@@ -111,10 +111,6 @@ class Block:
 class BlockForm(ABC):
     """How an answer of blocks is written.
 
-    Args:
-        service: who is asked.
-        readers: of the answer.
-
     Attributes:
         blocks: those that have begun.
     """

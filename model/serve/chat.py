@@ -30,13 +30,7 @@ if TYPE_CHECKING:  # it loads Transformers
 
 
 class _Messages(EventForm):
-    """How the assistant's messages are written.
-
-    Args:
-        body: what was asked.
-        service: who is asked.
-        readers: of each answer.
-    """
+    """How the assistant's messages are written."""
 
     def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
         head = {

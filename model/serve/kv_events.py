@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 Announces = Callable[["EngineCore", Callable[[], None]], Publisher]
 
 
-def announces(config: ServeConfig) -> Announces | None:
-    """What opens the publisher that the settings ask for, of an engine and what wakes it; or None.
+def announces(config: ServeConfig, endpoint: str) -> Announces:
+    """What opens the publisher that the settings ask for, of an engine and what wakes it.
 
     Raises:
         UsageError: an address is in use, or is none.
     """
-    endpoint, replay = config.kv_events, config.kv_replay
-    if endpoint is None:
-        return None
+    replay = config.kv_replay
     try:
         check_endpoint("--kv-events", endpoint)
         if replay is not None:

@@ -232,13 +232,7 @@ def _joined(texts: str | Sequence[TextBlock]) -> str:
 
 
 class _Answer(BlockForm):
-    """How Anthropic's messages are written.
-
-    Args:
-        body: what was asked.
-        service: who is asked.
-        readers: of the answer.
-    """
+    """How Anthropic's messages are written."""
 
     def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
         super().__init__(service, readers)

@@ -54,11 +54,7 @@ _LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class Metrics:
-    """The metrics of one server; the observer of its engine.
-
-    Args:
-        model_name: the label of all of them.
-    """
+    """The metrics of one server; the observer of its engine."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()

@@ -27,16 +27,17 @@ from model.cli.files import OutputFile
 from model.cli.progress import say
 from model.cli.signals import stopping
 from model.errors import RankLostError, UsageError, shown, visible
+from model.host import importing
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig
 from model.serve.gate import LINE_BEGINS
 from model.serve.head import BoundedProtocol
-from model.serve.kv_events import announces
 from model.serve.listener import address_of
 
 if TYPE_CHECKING:
     from model.engine_core import EngineCore
+    from model.serve.kv_events import Announces
 
 _NUM_WORKERS = 2
 """Threads for texts, images and bodies; the event loop waits for each of them to let go."""
@@ -59,8 +60,9 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
     def make() -> "EngineCore":
-        start = import_module("model.cli.start")  # torch is loaded on the engine's thread
-        import_module("model.serve.reading")  # likewise, Transformers
+        with importing():  # on the engine's thread: torch and Transformers
+            start = import_module("model.cli.start")
+            import_module("model.serve.reading")
         made: EngineCore = start.make_engine(options.model, options.engine, say)
         made.prepare_grammars()
         return made
@@ -69,13 +71,14 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         make,
         max_waiting=options.serve.max_waiting,
         stream_share=options.serve.stream_share,
-        announce=announces(options.serve),
+        announce=_announces(options.serve),
     )
     with _access_log(options) as log:
         app = create_app(engine, options.serve, log=log)
         config = uvicorn.Config(
             app,
             http=BoundedProtocol,
+            ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -98,6 +101,14 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(_run(server, engine, options.serve, listener))
     return 0
+
+
+def _announces(config: ServeConfig) -> "Announces | None":
+    """What opens the publisher of KV events; without the flag none of its packages is loaded."""
+    if config.kv_events is None:
+        return None
+    made: Announces = import_module("model.serve.kv_events").announces(config, config.kv_events)
+    return made
 
 
 class _Visible(logging.Formatter):

@@ -235,10 +235,6 @@ class _Parser(ResponseParser):
 class Reader:
     """Reads one answer.
 
-    Args:
-        form: how.
-        new_id: names a call.
-
     Attributes:
         num_calls: how many it has made so far.
     """

@@ -198,14 +198,7 @@ def _joined(parts: str | Sequence[Part]) -> str:
 
 
 class _Answer(BlockForm):
-    """How responses are written.
-
-    Args:
-        body: what was asked.
-        service: who is asked.
-        readers: of the answer.
-        asked: as it came.
-    """
+    """How responses are written."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
-"""A tiny language model that speaks of Python: its checkpoint, its prompts and its training.
+"""A tiny language model that speaks of Python: its checkpoint and its prompts.
 
-Importing this package is cheap and needs only the standard library; `python -m model.tiny.train`
-makes the checkpoint anew.
+Importing this package is cheap and needs only the standard library.
 """
 
 from pathlib import Path

@@ -63,9 +63,10 @@ def test_importing_backends_imports_no_toolchain():
     assert _python(code) == "set()"
 
 
-def test_loading_one_backend_does_not_import_the_other():
-    code = "import sys, backends; backends.get_backend('numba'); print('triton' in sys.modules)"
-    assert _python(code) == "False"
+@pytest.mark.parametrize(("name", "other"), [("numba", "triton"), ("triton", "numba")])
+def test_loading_one_backend_does_not_import_the_other(name, other):
+    code = f"import sys, backends; backends.get_backend({name!r}); print({other!r} in sys.modules)"
+    assert _python(code, TRITON_INTERPRET="1") == "False"
 
 
 def test_auto_is_numba_without_cuda_and_triton_with_it(monkeypatch):

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from model import LLM, SamplingParams
-from model.tiny import CHECKPOINT_DIR, DEMO_PROMPTS, SHARED_PREFIX, train
-from model.tiny.train import (
+from model.tiny import CHECKPOINT_DIR, DEMO_PROMPTS, SHARED_PREFIX
+from tests.model import tiny_training
+from tests.model.tiny_training import (
     END_OF_TEXT,
     END_OF_TEXT_ID,
     Settings,
@@ -195,7 +196,7 @@ def test_sources_come_in_the_order_of_their_paths_and_tests_are_left_out(tmp_pat
 
 def test_the_compiled_modules_give_the_same_corpus_in_every_process():
     code = (
-        "import hashlib; from model.tiny.train import c_sources;"
+        "import hashlib; from tests.model.tiny_training import c_sources;"
         "print(hashlib.sha256(repr(list(c_sources())).encode()).hexdigest())"
     )
     runs = [
@@ -235,7 +236,7 @@ def small_network(monkeypatch):
         config.layer_types = config.layer_types[:2]
         return Qwen3ForCausalLM(config)
 
-    monkeypatch.setattr(train, "build_network", build)
+    monkeypatch.setattr(tiny_training, "build_network", build)
     return build
 
 

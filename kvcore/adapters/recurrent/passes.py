@@ -389,9 +389,6 @@ def _rows(
 class _Divided:
     """The forward of a module that keeps a state: sequence by sequence in our passes.
 
-    Args:
-        module: keeps the state.
-
     Attributes:
         stepping: its forward with operations on states; None: it has none.
     """

@@ -164,11 +164,7 @@ _REPLACEMENTS = (
 
 
 class BackendOperations:
-    """The operations of a backend on states, for a module's functions (see `Operations`).
-
-    Args:
-        backend: has operations on states.
-    """
+    """The operations of a backend on states, for a module's functions (see `Operations`)."""
 
     def __init__(self, backend: backends.StateBackend) -> None:
         self.backend = backend

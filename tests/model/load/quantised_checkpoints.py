@@ -49,15 +49,20 @@ def _settle(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _fp8(folder: Path) -> None:
-    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-        blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2)
-        scale = blocks.abs().amax((2, 3)) / 448
-        stored = (blocks / scale[..., None, None]).to(torch.float8_e4m3fn).transpose(1, 2)
-        return {f"{name}.weight": stored.reshape(weight.shape), f"{name}.weight_scale_inv": scale}
-
     sizes = [BLOCK, BLOCK]
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": sizes}
-    _rewrite(folder, settings, pack)
+    _rewrite(folder, settings, lambda name, weight: pack_fp8(name, weight, BLOCK))
+
+
+def pack_fp8(name: str, weight: Tensor, size: int) -> dict[str, Tensor]:
+    """A matrix in FP8 with a scale for each square of a size, cut at its edges."""
+    rows, columns = weight.shape
+    whole = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size))
+    blocks = whole.unflatten(0, (-1, size)).unflatten(2, (-1, size)).transpose(1, 2)
+    scale = blocks.abs().amax((2, 3)) / 448
+    stored = (blocks / scale[..., None, None]).to(torch.float8_e4m3fn).transpose(1, 2)
+    stored = stored.reshape(whole.shape)[:rows, :columns]
+    return {f"{name}.weight": stored, f"{name}.weight_scale_inv": scale}
 
 
 def _levels(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +163,12 @@ def _mxfp4(folder: Path) -> None:
     config = GptOssConfig(**sizes, **heads, **experts, sliding_window=8, eos_token_id=None)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    path = folder / "model.safetensors"
+    pack_mxfp4(folder / "model.safetensors")
+    _settle(folder, {"quant_method": "mxfp4", "modules_to_not_convert": []})
+
+
+def pack_mxfp4(path: Path) -> None:
+    """Rewrite the experts of a file in MXFP4."""
     levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     levels = torch.cat([levels, -levels])
     found: dict[str, Tensor] = {}
@@ -173,7 +183,6 @@ def _mxfp4(folder: Path) -> None:
         found[f"{name}_blocks"] = (low | high << 4).to(torch.uint8)
         found[f"{name}_scales"] = (exponent[..., 0] + 127).to(torch.uint8)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, path)
-    _settle(folder, {"quant_method": "mxfp4", "modules_to_not_convert": []})
 
 
 def _gguf(kind: str) -> Callable[[Path], Path]:

@@ -28,7 +28,7 @@ def until(true):
 
 def test_what_a_server_has_computed_is_found_by_a_follower(make_engine):
     config = ServeConfig(port=0, served_model_name="tiny", kv_events=ANYWHERE, kv_replay=ANYWHERE)
-    announce = announces(config)
+    announce = announces(config, config.kv_events)
     opened = []
 
     def kept(engine, wake):
@@ -69,7 +69,7 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(make_engine):
         for name, flag in [("kv_events", "--kv-events"), ("kv_replay", "--kv-replay")]:
             said = {"kv_events": ANYWHERE, name: taken.endpoint}
             with pytest.raises(UsageError, match=f"{flag}: wanted a free address.*in use"):
-                announces(ServeConfig(**said))
+                announces(ServeConfig(**said), said["kv_events"])
 
 
 def test_a_replay_without_events_is_refused():

@@ -1,4 +1,4 @@
-"""`python -m model.tiny.train`: train the tiny model and its tokenizer again.
+"""`python -m tests.model.tiny_training`: train the tiny model and its tokenizer again.
 
 The text is the documentation that the running interpreter carries: the language reference behind
 `help()`, the docstrings of the standard library's Python files (read, not imported) and those of
@@ -445,7 +445,9 @@ def _positive_int(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; the result goes to stdout, progress to stderr."""
-    parser = argparse.ArgumentParser(prog="python -m model.tiny.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.model.tiny_training", description=__doc__
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=_positive, default=12.0, help="train this long")
     length.add_argument("--steps", type=_positive_int, help="or make exactly this many steps")

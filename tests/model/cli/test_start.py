@@ -1,0 +1,69 @@
+"""What a start imports: packages of features that were not asked for stay on the disk."""
+
+import gc
+import re
+import subprocess
+import sys
+
+import pytest
+
+from model.host import importing
+
+NOT_ASKED_FOR = {
+    "hypothesis", "kvcore.testing", "kvcore.tiers", "kvcore.wire", "model.cluster", "msgspec",
+    "nixl", "ray", "zmq",  # tiers, KV events, replicas
+    "bitsandbytes", "compressed_tensors", "datasets", "gguf", "peft", "torchvision",
+    "transformers.pipelines", "transformers.trainer",  # checkpoints of other kinds
+    "backends.triton_gpu", "model.compile.few_rows_kernels", "model.forward.invariant_kernels",
+    "model.sample.draw_kernels", "torch._inductor.codecache", "torch._inductor.compile_fx",  # GPUs
+}  # fmt: skip
+A_SERVER = {"fastapi", "model.serve", "prometheus_client", "starlette", "uvicorn"}
+WEB_SOCKETS = {"websockets", "wsproto"}
+RUN = ("model.run", "--prompt", "a", "--max-tokens", "1")
+SERVE = ("model.serve", "--port", "0")
+
+
+def imported(*flags):
+    """The modules that a command has imported once it is ready, by its own report of imports."""
+    command = [sys.executable, "-X", "importtime", "-m", *flags]
+    names = set()
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        for line in process.stderr:
+            if line.startswith("import time:"):
+                names.add(line.rpartition("|")[2].strip())
+            elif re.search(r"127\.0\.0\.1:\d+: ready in ", line):
+                process.terminate()
+    assert "torch" in names
+    return names
+
+
+@pytest.mark.parametrize(
+    ("flags", "unwanted"),
+    [
+        (RUN, NOT_ASKED_FOR | A_SERVER | WEB_SOCKETS),
+        ((*RUN, "--compile"), NOT_ASKED_FOR | A_SERVER | WEB_SOCKETS),
+        (SERVE, NOT_ASKED_FOR | WEB_SOCKETS),
+    ],
+    ids=["run", "run with a trace", "serve"],
+)
+def test_a_start_imports_nothing_that_it_was_not_asked_for(flags, unwanted):
+    assert imported(*flags) & unwanted == set()
+
+
+def test_a_start_with_host_memory_imports_the_tiers():
+    assert {"kvcore.tiers", "xxhash"} <= imported(*RUN, "--host-memory", "1MiB")
+
+
+def test_packages_are_imported_without_garbage_collection_and_never_collected():
+    before = gc.get_freeze_count()
+    try:
+        with importing():
+            assert not gc.isenabled()
+            made = [[]]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before
+        assert not any(each is made for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
