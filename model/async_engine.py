@@ -26,7 +26,7 @@ import functools
 import logging
 import queue
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
@@ -279,10 +279,13 @@ class AsyncEngine:
         self._check_serving()
         self._check_room(len(asked), wanted)
         self._counts.add(wanted)
-        with self._uncounting(wanted):
+        try:
             every = await self._encode(asked)
             compiled = await self._compile(asked)
             self._check_serving()
+        except BaseException:
+            self._uncount(wanted)
+            raise
         params = [each.params for each in asked for _ in range(each.params.n)]
 
         def open_them(requests: list[Request]) -> TokenStream:
@@ -392,15 +395,6 @@ class AsyncEngine:
             for grammar in grammars
             if grammar is not None
         ]
-
-    @contextlib.contextmanager
-    def _uncounting(self, wanted: Mapping[str | None, int]) -> Iterator[None]:
-        """If this fails, samples that were counted are not any more."""
-        try:
-            yield
-        except BaseException:
-            self._uncount(wanted)
-            raise
 
     def _uncount(self, wanted: Mapping[str | None, int]) -> None:
         self._counts.remove(wanted)
