@@ -1,12 +1,17 @@
-"""Hypothesis profiles (docs/explanation/how-we-test.md), and one fixture for every test.
+"""Hypothesis profiles (docs/explanation/how-we-test.md), threads, and one fixture for every test.
 
+Networks and sums this small gain nothing from a second thread, and threads that wait for one
+another take all cores: torch has one here, and in every process that a test starts.
 The fixture keeps the collector away from what was imported.
 """
 
 import gc
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 # Wall-clock deadlines say more about the machine than about the code.
 SIZES = {"max_examples": 60, "stateful_step_count": 40, "deadline": None}

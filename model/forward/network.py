@@ -21,6 +21,7 @@ import kvcore
 from kvcore.adapters.recurrent import RecurrentPass, Run, StateStep, cache_argument
 from model.attention.attention import PagedPass, logits_of
 from model.attention.batch import StepTensors
+from model.attention.compressed import Completed, PagedEntries, none_complete
 from model.attention.latents import absorb
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
@@ -47,6 +48,7 @@ class _Noting:
         self.calls: dict[int, tuple[int, torch.dtype, backends.AttentionTerms]] = {}
         self.indexes: dict[int, int] = {}  # the heads of a layer's index
         self.counts: dict[int, int] = {}  # the tokens that are chosen for a layer
+        self.entries = self
 
     def attend(
         self,
@@ -69,6 +71,19 @@ class _Noting:
         del weights
         self.indexes[layer] = query.shape[1]
         return key.new_zeros((len(key), count), dtype=torch.int32)
+
+    def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
+        """Nothing is complete."""
+        del layer, is_index
+        return none_complete(parts, rate)
+
+    def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
+        """Nothing is complete."""
+
+    def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
+        """Note the call."""
+        del weights, count
+        self.indexes[layer] = query.shape[1]
 
 
 class PagedNetwork:
@@ -106,8 +121,16 @@ class PagedNetwork:
                     f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
-            if shape.index is not None:
-                _check_index(backend, layer, shape.index)
+            index = shape.index if shape.entries is None else shape.entries.index
+            if index is not None:
+                _check_index(backend, layer, index)
+            if shape.value_dim is not None and shape.head_dim > backend.capabilities.max_latent_dim:
+                raise UnsupportedModelError(
+                    f"backend {backend.name}: layer {layer} stores one row of {shape.head_dim} "
+                    f"numbers for key and value, and this backend stores rows of at most "
+                    f"{backend.capabilities.max_latent_dim}; use --backend triton or --backend "
+                    f"numba"
+                )
         self.layout = plan_layout([*shapes.values()], [*shapes], states)
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
@@ -178,6 +201,10 @@ class PagedNetwork:
             raise UnsupportedModelError(
                 f"kv_dtype: backend {self._backend.name} has no caches of {dtype}, it has {known}"
             )
+        if self.layout.beside:
+            raise UnsupportedModelError(
+                "kv_dtype: wanted layers without compressed keys, whose parts would lose too much"
+            )
 
     def store_as(self, dtype: torch.dtype, scales: Scales) -> None:
         """Use quantised caches from now on; none are allocated yet. O(num_layers).
@@ -186,7 +213,7 @@ class PagedNetwork:
             dtype: of a stored element.
             scales: of each layer; empty: all are 1.
         """
-        layers = [replace(layer, dtype=dtype) for layer in self.layout.layers]
+        layers = [replace(layer, dtype=dtype) for layer in self.layout.own_layers]
         self.layout = plan_layout(layers, [*self.layout.numbers], self.layout.states)
         self._scales = scales
 
@@ -205,6 +232,10 @@ class PagedNetwork:
         if self.rope is not None:
             raise UnsupportedModelError(
                 "tracing: its rotary factors depend on the length of each request"
+            )
+        if self.layout.beside:
+            raise UnsupportedModelError(
+                "tracing: how many compressed keys a step makes depends on its positions"
             )
         own = trace_network(self._network, self.device, is_stored=self._is_whole)
         traced = {False: own}
@@ -306,20 +337,25 @@ class PagedNetwork:
             )
         calls: dict[object, backends.LayerCall] = {}
         worth = self.shared_worth()
-        for index, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
+        for index, (num_q_heads, dtype, asked) in sorted(noting.calls.items()):
             layer = self.layout.numbers[index]
-            cache, window = self.caches.layers[layer], self.layout.layers[layer].window
+            cache, shape = self.caches.layers[layer], self.layout.layers[layer]
             shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
             own, num_chosen = self.caches.indexes.get(layer), noting.counts.get(index, 0)
+            terms = replace(asked, window=shape.window)
+            if shape.entries is not None:  # it attends as to chosen tokens
+                terms, chosen = replace(asked, window=None), shape.entries.index
+                own = self.caches.indexes.get(self.layout.beside[layer][-1])
+                num_chosen = 1 if chosen is None else chosen.count
             index_heads = noting.indexes.get(index, 0)
-            kind = (num_q_heads, dtype, *shapes, cache.layout, window, num_chosen, index_heads)
+            kind = (num_q_heads, dtype, *shapes, cache.layout, terms.window, num_chosen)
             calls.setdefault(
-                (*kind, terms.soft_cap, terms.sinks is None),
+                (*kind, index_heads, terms.soft_cap, terms.sinks is None),
                 backends.LayerCall(
                     num_q_heads,
                     dtype,
                     cache,
-                    replace(terms, window=window),
+                    terms,
                     shared_prefix=worth[self.layout.places[layer][0]] is not None,
                     num_chosen=num_chosen,
                     index=None if own is None else backends.IndexCall(index_heads, own),
@@ -396,6 +432,9 @@ class PagedNetwork:
         paged = PagedPass(
             backend or self._backend, self.caches, self.layout, step.paged, step.ahead
         )
+        if self.layout.beside:
+            entries = PagedEntries(paged.backend, self.caches, self.layout, step.paged)
+            paged = replace(paged, entries=entries)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
         is_compiled = isinstance(traced, PiecewiseNetwork)

@@ -35,6 +35,7 @@ from model.load.probes import probe_layers
 from model.load.recurrence import find_states
 
 _SERVED = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+_SERVED |= {"compressed_sparse_attention", "heavily_compressed_attention"}
 _STATE = "a recurrent state outside Transformers' cache"
 _KINDS = (  # a part of the name of a layer's type or class, and what it is
     *((part, _STATE) for part in ("mamba", "mixer", "rwkv", "lstm", "recurrent", "delta")),

@@ -13,6 +13,7 @@ import backends
 from kvcore.adapters import recurrent
 from kvcore.adapters.recurrent import BackendOperations, use_pytorch
 from model.attention.attention import IMPLEMENTATION, follow_layers
+from model.attention.compressed import follow_compressors
 from model.attention.indexer import follow_indexers
 from model.errors import UnsupportedModelError
 
@@ -50,6 +51,7 @@ def _attend(network: PreTrainedModel, device: torch.device) -> None:
     network.set_attn_implementation(IMPLEMENTATION)
     follow_layers(network)
     follow_indexers(network)
+    follow_compressors(network)
     if device.type != "cuda":
         for module in network.modules():
             use_pytorch(module)

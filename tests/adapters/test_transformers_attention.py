@@ -26,7 +26,6 @@ from tests.adapters.transformers_runs import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # Transformers' own, of its next versions
 ]
 

@@ -30,7 +30,6 @@ from tests.adapters.transformers_runs import (
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # Transformers' own, of its next versions
 ]
 

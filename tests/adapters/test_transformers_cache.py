@@ -11,7 +11,6 @@ from kvcore.adapters.transformers import PagedCache, PagedPool
 from tests.adapters.tiny import VOCABULARY, WINDOW, draw_tokens, network
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # Transformers' own, of its next versions
 ]
 BLOCK = 4

@@ -21,7 +21,6 @@ SMALL = {"FalconH1": 12} | dict.fromkeys(("Qwen3_5", "Lfm2", "Jamba"), 6)
 """Pools, in blocks of keys and values of all layers, in which not all requests fit at once."""
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # Transformers' own, of its next versions
 ]
 

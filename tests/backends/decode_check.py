@@ -155,7 +155,7 @@ def check_balance(work, wanted, target):
 
 
 @given(st.integers(1, 16), st.integers(1, 3000), st.integers(1, 40))
-@QUICK
+@settings(QUICK, max_examples=15)
 def check_equal_sequences(num_seqs, length, target):
     """Equal sequences are cut alike, and not at all where they are as many as programs."""
     _, parts = plan([(1, length)] * num_seqs, target, 1, None, alike=False)

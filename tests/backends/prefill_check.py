@@ -35,18 +35,25 @@ TILE = 128
 
 
 def order(batch, items, shortest, window):
-    """The list of work; made once for a batch that keeps it, and the same for one that does not."""
+    """The list of work."""
     plan = prefill_order.plan_order(PLACE, batch.device, items, has_window=window is not None)
-    numbers = {"shortest": shortest, "window": window or 0}
-    batch = replace(batch, kept={})
-    work = prefill_order.keep_order(plan, batch, **numbers)
-    assert prefill_order.keep_order(plan, batch, **numbers) is work
-    other = prefill_order.keep_order(plan, batch, shortest=shortest + 1, window=window or 0)
-    assert other is not work
-    anew = prefill_order.keep_order(plan, replace(batch, kept=None), **numbers)
+    return prefill_order.keep_order(plan, batch, shortest=shortest, window=window or 0)
+
+
+def check_kept_order():
+    """The list is made once for a batch that keeps it, and the same for one that does not."""
+    batch = build(BASE, PLACE.device).batch
+    items = Items(8, 1, TILE, len(batch.slot_mapping), 4, split=False)
+    keeping = replace(batch, kept={})
+    work = order(keeping, items, 1, None)
+    assert order(keeping, items, 1, None) is work
+    assert order(keeping, items, 2, None) is not work
+    anew = order(replace(batch, kept=None), items, 1, None)
     assert anew is not work
-    assert anew[0] == work[0]
-    return work
+    entry = prefill_order.ENTRY.value
+    ranks = slice(entry, entry * (1 + int(work[0])))
+    assert anew[0] == work[0] > 0
+    assert torch.equal(anew[ranks], work[ranks])
 
 
 @given(
@@ -174,6 +181,7 @@ if __name__ == "__main__":
     cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
     check_heads_first()
     check_tanh()
+    check_kept_order()
     check_order()
     check_pieces()
     for number in (-0.3, 0.0, 0.3):

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from backends import KVCache, conformance
 from backends.conformance import __main__ as command_line
 from backends.conformance.relations import check_relations
 from tests.backends.honest import HonestBackend
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class SeesTheNextKey(HonestBackend):
@@ -467,15 +466,15 @@ def _command(*arguments):
 
 
 def test_the_command_reports_as_json_and_its_processes_find_together_what_one_finds():
-    backend = backends.get_backend("numba")
-    whole = conformance.run(backend, quick=True)
+    cases = conformance._cases(backends.get_backend("numba"), quick=True)
     done = _command("numba", "--quick", "--json", "--jobs", "2")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]
     assert len(report["findings"]) > 50
-    cases = sorted(finding["case"] for finding in report["findings"])
-    assert cases == sorted(finding.case for finding in whole.findings)
+    found = Counter(one["case"] for one in report["findings"] if one["check"] == "untouched")
+    assert found >= Counter(case for check, case, _ in cases if check == "attention")
+    assert set(found.values()) == {1}
 
 
 def test_the_command_names_an_unknown_backend_and_exits_2():

@@ -23,8 +23,6 @@ from backends.conformance.sparse import SparseCase, build_sparse, check_sparse
 from backends.conformance.sparse import sparse_cases as kit_cases
 from tests.backends.honest import HonestBackend
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUMBA = backends.get_backend("numba")
 CPU = torch.device("cpu")
 SMALL = SparseCase(

@@ -11,8 +11,6 @@ from backends.conformance.attention import attention_cases, check_attention
 from backends.contract import Capabilities
 from tests.backends.honest import HonestBackend
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CAN = Capabilities(
     dtypes=(torch.float32, torch.float16, torch.bfloat16),
     max_head_dim=256,

@@ -25,8 +25,6 @@ from backends.states import NORM_EPSILON
 from tests.backends.honest import HonestBackend
 from tests.backends.strategies import state_cases
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUMBA = backends.get_backend("numba")
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

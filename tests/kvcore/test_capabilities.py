@@ -20,44 +20,6 @@ def filled(kv, tokens, **options):
 # Layer groups.
 
 
-def test_a_window_gives_back_what_no_later_query_sees():
-    kv = kvcore.KVCacheManager(20, 4, groups=[kvcore.SlidingWindow(window=6)])
-    seq = filled(kv, range(12))
-    # The next query, at 12, sees 7 to 12: blocks 1 (4 to 7) and 2; block 0 is out of sight.
-    assert seq.block_tables == ((0, 2, 3),)
-    kv.truncate(seq, 12)
-    assert seq.num_computed_tokens == 12
-
-
-def test_a_full_group_and_a_window_group_share_one_pool_and_agree_on_a_prefix():
-    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(window=4)]
-    kv = kvcore.KVCacheManager(30, 4, groups=groups)
-    first = filled(kv, range(16))
-    assert first.block_tables == ((1, 2, 3, 4), (0, 0, 0, 8))
-    second = kv.open([*range(16), 99])
-    assert second.num_cached_tokens == 16
-    assert second.block_tables == ((1, 2, 3, 4), (0, 0, 0, 8))
-
-
-def test_a_window_serves_a_prefix_with_its_last_blocks_and_none_without_them():
-    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(window=4)]
-    kv = kvcore.KVCacheManager(9, 4, groups=groups)
-    kv.close(filled(kv, range(8)))
-    assert [block.block_id for block in kv.pool.free_blocks()] == [5, 6, 7, 8, 3, 4, 2, 1]
-    kv.pool.take(5)  # block 3, the window's first, is gone
-    assert kv.plan([*range(8), 9]).num_cached_tokens == 8
-    kv.pool.take(1)  # and now block 4, its last
-    assert kv.plan([*range(8), 9]).num_cached_tokens == 0
-
-
-def test_groups_may_have_blocks_of_different_sizes():
-    groups = [kvcore.FullAttention(block_size=8), kvcore.ChunkedLocal(chunk=8, block_size=4)]
-    kv = kvcore.KVCacheManager(30, 4, groups=groups)
-    seq = filled(kv, range(17))
-    assert [len(table) for table in seq.block_tables] == [3, 5]
-    assert kv.open(range(17)).num_cached_tokens == 16
-
-
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -92,27 +54,6 @@ def test_a_plan_fits_above_a_watermark_where_that_many_blocks_are_left():
     assert kv.num_free_blocks == 1
     with pytest.raises(kvcore.InvalidArgumentError, match="watermark: wanted at least 0"):
         plan.fits_above(-1)
-
-
-# Fork.
-
-
-def test_a_fork_shares_full_blocks_and_asks_for_a_copy_of_the_half_full_one():
-    kv = kvcore.KVCacheManager(9, 4)
-    seq = filled(kv, range(6))
-    child, orders = kv.fork(seq)
-    assert orders == (kvcore.CopyOrder(src=2, dst=3, num_tokens=2, group=0),)
-    assert child.block_table == (1, 3)
-    assert child.tokens == seq.tokens
-    assert child.num_computed_tokens == 6
-
-
-def test_a_fork_at_a_block_edge_needs_no_block_at_all():
-    kv = kvcore.KVCacheManager(3, 4)
-    seq = filled(kv, range(8))
-    child, orders = kv.fork(seq)
-    assert orders == ()
-    assert child.block_table == seq.block_table == (1, 2)
 
 
 # Leases and loads.
@@ -162,73 +103,7 @@ def test_a_lease_ends_at_its_deadline():
         kv.lease(kv.open([1]), kind=1)  # a compiled function refuses it at its door
 
 
-def test_a_failed_load_sets_back_everybody_who_had_hit_it():
-    kv = kvcore.KVCacheManager(12, 4)
-    loader = filled(kv, range(12))
-    reader = filled(kv, [*range(12), 1, 2])
-    bystander = filled(kv, [5, 5, 5, 5, 5])
-    assert kv.fail_load(loader, 4) == (loader, reader)
-    assert (loader.num_computed_tokens, reader.num_computed_tokens) == (4, 4)
-    assert bystander.num_computed_tokens == 5
-    assert kv.plan([*range(12), 9]).num_cached_tokens == 4
-    kvcore.check(kv)
-
-
 # Retention.
-
-
-def test_what_is_kept_is_reused_last_and_with_it_all_that_stands_before_it():
-    kv = kvcore.KVCacheManager(8, 2)
-    kept = filled(kv, [1, 2, 3, 4, 5], retain=[kvcore.Retention(2, 4, priority=1)])
-    later = filled(kv, [6, 7, 8])
-    kv.close(kept)
-    kv.close(later)
-    # 5, 3 hold nothing; 4 is ordinary; 2 and 1 are kept, although 1 was not named.
-    assert [block.block_id for block in kv.pool.free_blocks()] == [5, 3, 6, 7, 4, 2, 1]
-    kv.pool.take(5)
-    assert kv.plan([1, 2, 3, 4, 5]).num_cached_tokens == 4
-
-
-def test_a_lower_priority_is_reused_before_a_higher_one():
-    kv = kvcore.KVCacheManager(8, 2)
-    for priority, tokens in ((5, [1, 2, 3]), (2, [4, 5, 6])):
-        wish = kvcore.Retention(0, 2, priority)
-        kv.close(filled(kv, tokens, retain=[wish]))
-    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [2, 1]
-
-
-def test_what_was_kept_for_some_steps_is_ordinary_after_them():
-    kv = kvcore.KVCacheManager(6, 2)
-    wish = kvcore.Retention(0, 2, max_steps=2)
-    kv.close(filled(kv, [1, 2, 3], retain=[wish]))
-    kv.tick()
-    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [1]
-    kv.tick()
-    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == []
-    assert [block.block_id for block in kv.pool.free_blocks()][-1] == 1
-    kvcore.check(kv)
-
-
-def test_a_strong_wish_that_ends_leaves_the_weaker_one():
-    kv = kvcore.KVCacheManager(6, 2)
-    wishes = [kvcore.Retention(0, 2, priority=9, max_steps=1), kvcore.Retention(0, 2, priority=1)]
-    kv.close(filled(kv, [1, 2, 3], retain=wishes))
-    kv.close(filled(kv, [4, 5, 6], retain=[kvcore.Retention(0, 2, priority=5)]))
-    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [2, 1]
-    kv.tick()
-    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [1, 2]
-
-
-def test_a_pin_keeps_a_prefix_out_of_the_free_blocks():
-    kv = kvcore.KVCacheManager(6, 2)
-    seq = filled(kv, [1, 2, 3, 4, 5])
-    pin = kv.lease(seq, "pin", num_tokens=2)
-    kv.close(seq)
-    assert kv.num_free_blocks == 4
-    kv.pool.take(4)
-    assert kv.plan([1, 2, 9]).num_cached_tokens == 2
-    assert pin.end() is True
-    assert [block.block_id for block in kv.pool.free_blocks()] == [1]
 
 
 @pytest.mark.parametrize(
@@ -250,65 +125,11 @@ def test_a_wish_of_another_kind_is_refused_before_anything_is_opened():
     assert not kv.sequences
 
 
-# Statistics.
-
-
-def test_lifetimes_idle_times_and_reuse_gaps_are_counted_in_steps():
-    kv = kvcore.KVCacheManager(3, 2, record_lifetimes=True)
-    seq = filled(kv, [1, 2])
-    kv.tick(3)
-    kv.close(seq)  # published for 3 steps
-    kv.tick(4)
-    again = kv.open([1, 2, 3])  # revived after 4
-    kv.close(again)
-    kv.tick(1)
-    kv.pool.take(2)  # evicted 1 step after it was freed, 8 after it was published
-    lifetimes = kv.stats().lifetimes
-    assert lifetimes.reuse_gap == kvcore.Histogram(1, 4, 4, (0, 0, 0, 1))
-    assert lifetimes.idle_before_eviction == kvcore.Histogram(1, 1, 1, (0, 1))
-    assert lifetimes.lifetime == kvcore.Histogram(1, 8, 8, (0, 0, 0, 0, 1))
-    assert lifetimes.lifetime.mean == 8.0
-    assert kvcore.KVCacheManager(3, 2).stats().lifetimes is None
-
-
-def test_occupancy_is_told_in_tokens_and_in_the_slots_they_take():
-    kv = kvcore.KVCacheManager(9, 4)
-    first = filled(kv, range(6))
-    filled(kv, [*range(4), 9])
-    stats = kv.stats()
-    assert stats.num_computed_tokens == 11
-    assert stats.num_slots == 12  # block 1 is shared
-    kv.close(first)
-    assert kv.stats().num_slots == 8
-
-
-# Reset.
-
-
-def test_a_reset_can_put_the_free_blocks_in_the_order_of_a_new_pool():
-    kv = kvcore.KVCacheManager(6, 2)
-    for seq in [filled(kv, [1, 2, 3]), filled(kv, [4, 5, 6])]:
-        kv.close(seq)
-    assert [block.block_id for block in kv.pool.free_blocks()] != [1, 2, 3, 4, 5]
-    kv.reset(canonical_order=True)
-    assert [block.block_id for block in kv.pool.free_blocks()] == [1, 2, 3, 4, 5]
-
-
 # Items.
 
 
 def cat(start, **more):
     return kvcore.MultimodalItem(b"cat", start, 3, **more)
-
-
-def test_the_same_tokens_under_another_image_are_another_prefix():
-    kv = kvcore.KVCacheManager(20, 4)
-    tokens = [1, 9, 9, 9, 5, 6, 7, 8, 2]
-    filled(kv, tokens, items=[cat(1)])
-    assert kv.plan(tokens, items=[cat(1)]).num_cached_tokens == 8
-    assert kv.plan(tokens, items=[kvcore.MultimodalItem(b"dog", 1, 3)]).num_cached_tokens == 0
-    assert kv.plan(tokens, items=[cat(1, mask=b"\x01\x00\x01")]).num_cached_tokens == 0
-    assert kv.plan(tokens).num_cached_tokens == 0
 
 
 def test_which_rows_of_an_image_lie_in_a_block_matters():
@@ -447,18 +268,6 @@ def test_without_events_there_is_no_snapshot_to_give():
 
 
 # Steps.
-
-
-def test_a_step_grows_all_or_none_and_says_which_grew():
-    kv = kvcore.KVCacheManager(6, 4)
-    seqs = [filled(kv, range(4)), filled(kv, [7] * 6)]
-    for seq in seqs:
-        kv.append(seq, 1)
-    assert kv.reserve_step(seqs, [1, 1]) == (kvcore.Growth(0, 0, (4,)),)
-    with pytest.raises(kvcore.OutOfBlocksError, match="needed 2 free blocks, 1 available"):
-        kv.reserve_step(seqs, [5, 3])
-    kv.commit_step(seqs, [1, 1])
-    assert [seq.num_computed_tokens for seq in seqs] == [5, 7]
 
 
 def test_a_commit_of_a_step_that_one_sequence_cannot_make_is_made_by_none():

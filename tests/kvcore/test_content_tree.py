@@ -22,13 +22,6 @@ def test_a_run_of_blocks_can_be_hit_as_far_as_it_agrees(pool):
         assert [block.block_id for block in path] == found
 
 
-def test_a_run_goes_on_below_its_parent(pool):
-    first = published(pool, 1)
-    second = pool.take(1)
-    pool.publish(second, b"ignored", first[0], [token(2)])
-    assert ids(pool.match(b"n", token(1) + token(2), 2)) == [1, 2]
-
-
 def test_what_cannot_be_published_is_named(pool):
     (done,) = published(pool, 1)
     one, two = pool.take(2)

@@ -161,26 +161,6 @@ def test_a_group_that_is_no_sequence_of_groups_is_refused():
         kvcore.KVCacheManager(9, 4, groups=kvcore.FullAttention())
 
 
-def test_a_failed_load_reaches_a_forks_copy_of_a_half_full_block():
-    kv = kvcore.KVCacheManager(12, 4)
-    loader = filled(kv, range(6))
-    child, orders = kv.fork(loader)
-    assert len(orders) == 1
-    assert kv.fail_load(loader, 4) == (loader, child)
-    assert child.num_computed_tokens == 4
-    kvcore.check(kv)
-
-
-def test_a_failed_load_reaches_blocks_that_a_window_has_given_back():
-    kv = kvcore.KVCacheManager(20, 4, groups=[kvcore.SlidingWindow(window=4)])
-    loader = filled(kv, range(16))
-    assert loader.block_table[:3] == (0, 0, 0)
-    assert kv.plan([*range(8), 99]).num_cached_tokens == 8
-    kv.fail_load(loader, 4)
-    assert kv.plan([*range(8), 99]).num_cached_tokens == 4
-    kvcore.check(kv)
-
-
 def test_a_failed_load_reaches_what_a_fork_published_before_it_went():
     kv = kvcore.KVCacheManager(12, 4)
     loader = filled(kv, [1, 2])

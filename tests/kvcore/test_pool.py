@@ -39,30 +39,7 @@ def test_the_smallest_pool_and_the_largest_block_are_allowed():
     assert (pool.num_usable_blocks, pool.block_sizes) == (1, (1, 2**20))
 
 
-def test_counters_count_what_was_taken_evicted_and_held_at_once(pool):
-    pool.release(published(pool, 1, 2, 3))
-    pool.take(5)
-    assert (pool.num_allocated_blocks, pool.num_evicted_blocks) == (8, 1)
-    assert (pool.num_used_blocks, pool.num_free_blocks, pool.peak_used_blocks) == (5, 2, 5)
-    assert pool.num_cached_blocks == 2
-    pool.release(pool.blocks[4:6])
-    assert (pool.num_used_blocks, pool.peak_used_blocks) == (3, 5)
-    hits = pool.match(b"n", token(1) + token(2), 2)
-    assert ids(hits) == []  # block 1 stood first, and is gone
-    pool.hold([pool.blocks[2]])
-    assert (pool.num_used_blocks, pool.peak_used_blocks) == (4, 5)
-
-
 # Take.
-
-
-def test_taken_blocks_are_held_once_and_nowhere_else(pool):
-    taken = pool.take(3)
-    assert ids(taken) == [1, 2, 3]
-    assert [block.ref_count for block in taken] == [1, 1, 1]
-    assert [block.next_free for block in taken] == [None] * 3
-    assert ids(pool.free_blocks()) == [4, 5, 6, 7]
-    assert pool.take(0) == []
 
 
 def test_more_than_there_is_cannot_be_taken(pool):
@@ -76,39 +53,6 @@ def test_more_than_there_is_cannot_be_taken(pool):
 
 
 # Hold.
-
-
-def test_holding_a_free_block_takes_it_out_of_the_free_ones(pool):
-    first, second = published(pool, 1, 2)
-    pool.release([second, first])
-    pool.hold([second])
-    pool.hold([second])
-    assert (first.ref_count, second.ref_count) == (0, 2)
-    assert ids(pool.free_blocks()) == [3, 4, 5, 6, 7, 1]
-    assert pool.num_free_blocks == 6
-
-
-def test_a_kept_block_leaves_its_shelf_when_it_is_held_and_comes_back_to_it(pool):
-    (block,) = published(pool, 1)
-    pool.keep(block, [(2, 9)])
-    pool.release([block])
-    assert (pool.idle_blocks.num_shelved, pool.idle_blocks.queue.length) == (1, 0)
-    pool.hold([block])
-    assert (pool.idle_blocks.num_shelved, pool.num_free_blocks) == (0, 6)
-    pool.release([block])
-    assert (pool.idle_blocks.num_shelved, pool.num_free_blocks) == (1, 7)
-
-
-def test_an_idle_block_is_held_also_while_others_are_kept(pool):
-    idle, kept = published(pool, 1), published(pool, 2)
-    pool.keep(kept[0], [(1, 9)])
-    pool.release([*idle, *kept])
-    pool.hold(idle)
-    assert (pool.idle_blocks.queue.length, pool.idle_blocks.num_shelved, pool.num_free_blocks) == (
-        0,
-        1,
-        6,
-    )
 
 
 def test_what_is_held_can_be_kept_with_the_same_call(pool):
@@ -137,16 +81,6 @@ def test_what_cannot_be_held_is_named(pool):
 
 
 # Release.
-
-
-def test_the_last_holder_frees_a_block_and_no_other_does(pool):
-    (block,) = pool.take(1)
-    pool.hold([block])
-    pool.release([block])
-    assert (block.ref_count, pool.empty_blocks) == (1, [])
-    pool.release([block])
-    assert (block.ref_count, pool.empty_blocks) == (0, [block])
-    assert ids(pool.free_blocks()) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_block_that_is_named_more_often_than_it_is_held_frees_nothing(pool):
@@ -208,12 +142,6 @@ def test_what_is_no_block_is_not_released_and_neither_is_what_stands_before_it(p
     one, other = pool.take(2)
     for named in (["x"], [one, "x"], [one, other, "x"]):
         refused(pool, (AttributeError, TypeError), "str", lambda n=named: pool.release(n))
-
-
-def test_a_release_of_content_and_of_none_goes_each_its_way(pool):
-    blocks = [*published(pool, 1), *pool.take(1), *published(pool, 2), *pool.take(1)]
-    pool.release(blocks)
-    assert ids(pool.free_blocks()) == [4, 2, 5, 6, 7, 1, 3]
 
 
 def test_one_block_is_taken_and_released_as_many_are(pool):

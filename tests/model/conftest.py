@@ -1,22 +1,12 @@
-"""What the tests of the runner share: quiet threads, and a checkpoint that is made on the spot."""
+"""What the tests of the runner share: a cache of their own, and a checkpoint made on the spot."""
 
 import json
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.model.networks import build
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    """Networks this small gain nothing from a second thread, and lose much where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -229,6 +229,22 @@ EXTRA |= {
         "wide values": {"v_head_dim": 32},
         "a wrong head_dim": {"head_dim": 16},  # 8 are rotated
     },
+    "DeepseekV4Config": {
+        "": {
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 8,
+            },
+            "index_topk": 3,
+            "num_hidden_layers": 3,
+            "layer_types": [
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+                "sliding_attention",
+            ],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        },
+    },
     "Llama4Config": {"": {"text_config": {"no_rope_layers": [1, 0]}}},
     "Llama4TextConfig": {"": {"no_rope_layers": [1, 0]}},
     "LongcatFlashConfig": {"": {"head_dim": 8, "qk_rope_head_dim": 8}},

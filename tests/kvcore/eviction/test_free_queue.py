@@ -17,33 +17,6 @@ def ids(queue):
     return [block.block_id for block in queue]
 
 
-def test_what_comes_first_goes_first(queue):
-    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
-    assert [queue.pop_front().block_id for _ in range(4)] == [1, 2, 3, 4]
-    assert (ids(queue), len(queue)) == ([], 0)
-
-
-@pytest.mark.parametrize("number", [1, 2, 4])
-def test_a_block_leaves_from_where_it_stands_and_can_come_back(queue, number):
-    block = next(block for block in queue if block.block_id == number)
-    queue.remove(block)
-    rest = [other for other in (1, 2, 3, 4) if other != number]
-    assert (ids(queue), len(queue)) == (rest, 3)
-    assert block.next_free is None
-    queue.put_back(block)
-    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
-    queue.remove(block)
-    queue.push_back(block)
-    assert (ids(queue), len(queue)) == ([*rest, number], 4)
-
-
-def test_an_empty_queue_gives_nothing():
-    queue = kvcore.FreeQueue()
-    with pytest.raises(kvcore.BlockStateError, match="queue is empty"):
-        queue.pop_front()
-    assert (ids(queue), len(queue)) == ([], 0)
-
-
 def test_a_block_that_waits_already_is_refused(queue):
     waiting = next(iter(queue))
     empty = kvcore.Block(9)
@@ -80,16 +53,6 @@ def test_broken_links_are_an_error_and_no_endless_walk(queue):
 
 
 # Runs of blocks.
-
-
-@pytest.mark.parametrize("count", range(7))
-def test_the_first_few_are_named_and_stay_and_then_leave_together(queue, count):
-    first = queue.first(count)
-    assert [block.block_id for block in first] == [1, 2, 3, 4][:count]
-    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
-    queue.cut_front(first)
-    assert (ids(queue), len(queue)) == ([1, 2, 3, 4][count:], max(0, 4 - count))
-    assert backwards(queue) == ids(queue)[::-1]
 
 
 def test_of_many_no_more_are_named_than_asked_for():

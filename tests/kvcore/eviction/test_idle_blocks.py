@@ -21,19 +21,6 @@ def test_what_is_taken_next_is_told_and_stays_where_it_is(pool):
     refused(pool, kvcore.OutOfBlocksError, "needed 8.* 7 available", lambda: pool.next_blocks(8))
 
 
-def test_empty_blocks_go_before_idle_ones_and_those_before_kept_ones(pool):
-    idle, kept, empty = published(pool, 1), published(pool, 2), pool.take(1)
-    pool.keep(kept[0], [(1, 10)])
-    for blocks in (kept, idle, empty):
-        pool.release(blocks)
-    assert ids(pool.free_blocks()) == [3, 4, 5, 6, 7, 1, 2]
-    assert (pool.num_free_blocks, pool.num_used_blocks) == (7, 0)
-    assert ids(pool.take(7)) == [3, 4, 5, 6, 7, 1, 2]
-    assert pool.idle_blocks.kept == {}
-    assert pool.num_evicted_blocks == 2
-    assert pool.num_cached_blocks == 0
-
-
 def test_blocks_are_the_same_whether_they_are_looked_at_before_or_after():
     for looked_at_first in (False, True):
         pool = kvcore.BlockPool(8, 1)
@@ -47,56 +34,6 @@ def test_blocks_are_the_same_whether_they_are_looked_at_before_or_after():
         assert ids(pool.take(4)) == [2, 1, 4, 5]
         assert pool.num_free_blocks == 2
         assert ids(pool.next_blocks(2)) == ids(pool.free_blocks()) == [6, 7]
-
-
-def test_reviving_blocks_counts_for_the_peak(pool):
-    blocks = published(pool, 1, 2)
-    pool.release(blocks)
-    pool.take(2)
-    assert pool.peak_used_blocks == 2
-    pool.hold(blocks)
-    assert pool.peak_used_blocks == 4
-
-
-def test_the_peak_is_the_most_that_were_ever_held_at_once(pool):
-    """Three are held; what came back empty is taken again beside what a hit has revived."""
-    (one,) = published(pool, 1)
-    blocks = pool.take(2)
-    pool.release([one, *blocks])
-    pool.hold([one])
-    for used in (2, 3):
-        pool.take(1)
-        assert (pool.num_used_blocks, pool.peak_used_blocks) == (used, 3)
-    (other,) = published(pool, 2)
-    pool.release([other])
-    pool.release(pool.take(1))
-    pool.hold([other])
-    assert pool.peak_used_blocks == 4
-    pool.take(1)
-    assert pool.peak_used_blocks == 5
-
-
-def test_a_block_that_nobody_holds_cannot_be_released(pool):
-    one, two = pool.take(2)
-    pool.release([two])
-    refused(pool, kvcore.DoubleFreeError, "block 2 ", lambda: pool.release([one, two]))
-
-
-def test_lifetimes_are_noted_where_they_begin_and_end(pool):
-    pool.lifetimes = kvcore.LifetimeRecorder(8)
-    pool.tick(1)
-    (block,) = published(pool, 1)
-    pool.tick(2)
-    pool.release([block])
-    pool.tick(4)
-    pool.hold([block])
-    pool.release([block])
-    pool.tick(8)
-    pool.take(7)
-    stats = pool.lifetimes.stats()
-    assert (stats.reuse_gap.count, stats.reuse_gap.total) == (1, 4)
-    assert (stats.idle_before_eviction.count, stats.idle_before_eviction.total) == (1, 8)
-    assert (stats.lifetime.count, stats.lifetime.total) == (1, 14)
 
 
 def waiting(count):

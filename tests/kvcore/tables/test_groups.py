@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-from array import array
 from math import lcm
 
 import pytest
@@ -154,27 +153,3 @@ def test_a_long_prefix_is_served_up_to_the_last_gap_that_a_window_sees(gap):
     full = list(seq.tables[0].blocks)
     wanted = 301 if gap is None or gap < 299 else gap
     assert longest_servable(tables, [full, path], 301, 1) == wanted
-
-
-def test_every_group_can_be_asked_for_and_no_other():
-    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(6), kvcore.ChunkedLocal(8)]
-    kv = kvcore.KVCacheManager(40, 2, groups=groups)
-    seqs = [kv.open([1, 2, 3]), kv.open([1, 2, 3])]
-    for seq in seqs:
-        kv.reserve(seq, 4)
-        kv.commit(seq, 3)
-    with kv.lease(seqs[0]):
-        for group in range(3):
-            assert kv.num_shared_blocks(seqs[0], group=group) == 2
-            assert kv.num_common_blocks(seqs, group=group) == 0
-            table, slots = array("q", [0] * 2), array("q", [0])
-            kv.write_step(seqs[:1], table, slots, row_stride=2, group=group)
-            assert tuple(table) == seqs[0].block_tables[group]
-            assert slots[0] == table[1] * 2 + 1
-        for call in (
-            lambda: kv.num_shared_blocks(seqs[0], group=3),
-            lambda: kv.num_common_blocks(seqs, group=3),
-            lambda: kv.write_step(seqs, table, slots, row_stride=2, group=3),
-        ):
-            with pytest.raises(kvcore.InvalidArgumentError, match="group: wanted 0 to 2, got 3"):
-                call()

@@ -193,24 +193,6 @@ def step_of_prompts(groups=None):
     return kv, running
 
 
-def test_a_step_of_several_tokens_is_not_written_as_a_decode_step():
-    """Two of eight slots were written, and no error said so."""
-    kv, running = step_of_prompts()
-    tables, slots = np.full((2, 4), -7, "i4"), np.full(8, -7, "i8")
-    with pytest.raises(kvcore.InvalidArgumentError, match=r"counts: .*5 tokens to compute"):
-        kv.write_step(running, tables, slots)
-    assert (tables == -7).all()
-    assert (slots == -7).all()
-
-
-def test_a_prefill_step_is_written_with_counts():
-    kv, running = step_of_prompts()
-    tables, slots = np.zeros((2, 4), "i4"), np.full(9, -7, "i8")
-    kv.write_step(running, tables, slots, counts=[5, 3])
-    assert tables.tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
-    assert slots.tolist() == [4, 5, 6, 7, 8, 12, 13, 14, -7]
-
-
 def test_without_counts_one_slot_a_sequence_is_written_also_for_a_token_that_is_expected():
     kv, running = step_of_prompts()
     kv.step(running, [5, 3], num_known=0, num_expected=1)

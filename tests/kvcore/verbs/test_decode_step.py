@@ -23,23 +23,6 @@ def running(kv, count, length=8):
     return seqs
 
 
-def test_it_is_append_reserve_and_commit_of_each():
-    one, other = kvcore.KVCacheManager(64, 4), kvcore.KVCacheManager(64, 4)
-    mine, theirs = running(one, 3), running(other, 3)
-    for token in range(20):
-        grown = one.decode_step(mine, [token, token + 1, token + 2])
-        for index, seq in enumerate(theirs):
-            todo = seq.num_tokens - seq.num_computed_tokens
-            other.append(seq, token + index)
-            (new,) = other.reserve(seq, todo + 1)
-            other.commit(seq, todo)
-            assert new == next((g.block_ids for g in grown if g.index == index), ())
-        assert [seq.block_table for seq in mine] == [seq.block_table for seq in theirs]
-        kvcore.check(one)
-    assert [seq.tokens for seq in mine] == [seq.tokens for seq in theirs]
-    assert one.stats() == other.stats()
-
-
 @pytest.mark.parametrize(
     ("tokens", "error", "message"),
     [

@@ -52,58 +52,6 @@ def test_what_is_found_is_not_loaded_again_and_passes_when_the_load_has_joined(k
     assert kv.plan(range(17)).num_cached_tokens == 16  # they are free, and found
 
 
-@pytest.mark.parametrize("ends", ["end", "fails", "late"])
-def test_a_load_that_fails_leaves_its_sequence_where_it_was(kv, ends):
-    filled(kv, range(16))
-    seq = kv.open(range(30))
-    before, free = seq.block_tables, kv.num_free_blocks
-    lease = kv.begin_load(seq, 24, max_steps=3)
-    if ends == "end":
-        assert lease.end()
-    elif ends == "fails":
-        assert kv.fail_transfer(lease) == ()
-    else:
-        assert kv.tick(3) == (lease,)
-    assert not kv.commit_load(lease)
-    assert (seq.num_computed_tokens, seq.block_tables, kv.num_free_blocks) == (16, before, free)
-    kv.reserve(seq, 14)
-    kv.commit(seq, 14)
-    kvcore.check(kv)
-
-
-def test_a_load_that_was_bad_after_all_is_taken_back(kv):
-    seq = kv.open(range(30))
-    kv.commit_load(kv.begin_load(seq, 24))
-    writing = kv.lease(seq, "load")
-    hit = kv.open(range(30))
-    assert kv.fail_transfer(writing) == (seq, hit)
-    assert (seq.num_computed_tokens, seq.num_blocks, hit.num_blocks) == (0, 0, 0)
-    kvcore.check(kv)
-
-
-def test_a_cut_below_what_a_window_has_falls_to_the_beginning(kv):
-    seq = kv.open(range(30))
-    kv.commit_load(kv.begin_load(seq, 24))
-    child, orders = kv.fork(seq)
-    assert (child.block_tables, orders) == (seq.block_tables, ())
-    kv.truncate(seq, 23)
-    assert (seq.num_computed_tokens, seq.num_blocks) == (0, 0)
-    kv.truncate(child, 24)
-    assert child.num_computed_tokens == 24
-    kvcore.check(kv)
-
-
-def test_its_blocks_are_nobody_elses_while_a_load_writes_for_a_closed_sequence():
-    kv = kvcore.KVCacheManager(5, 4)
-    seq = kv.open(range(12))
-    lease = kv.begin_load(seq, 12)
-    kv.close(seq)
-    assert kv.num_free_blocks == 1
-    assert kv.leases.num_deferred_blocks() == 3
-    assert not kv.commit_load(lease)
-    assert kv.num_free_blocks == 4
-
-
 def test_a_sequence_that_goes_on_meanwhile_keeps_what_it_computes(kv):
     seq = kv.open(range(30))
     lease = kv.begin_load(seq, 24)
@@ -119,31 +67,6 @@ def test_a_sequence_that_goes_on_meanwhile_keeps_what_it_computes(kv):
     kv.reserve(other, 20)
     kv.commit(other, 20)
     assert not kv.commit_load(late)
-
-
-@pytest.mark.parametrize("computed", range(0, 29, 4))
-@pytest.mark.parametrize("groups", [WINDOW, WINDOW[:1]], ids=["with a window", "without"])
-def test_a_load_joins_a_sequence_that_has_what_stands_before_it_and_lacks_what_it_ends_with(
-    groups, computed
-):
-    kv = kvcore.KVCacheManager(64, 4, groups=groups)
-    seq = kv.open(range(30))
-    kv.reserve(seq, 12)
-    kv.commit(seq, 12)
-    lease = kv.begin_load(seq, 24)
-    assert lease.load.first_blocks == (3, 4)[: len(groups)]
-    if computed < 12:
-        kv.truncate(seq, computed)
-        kv.extend(seq, range(computed, 30))
-    elif computed > 12:
-        kv.reserve(seq, computed - 12)
-        kv.commit(seq, computed - 12)
-    free, before = kv.num_free_blocks, (seq.num_computed_tokens, seq.block_tables)
-    assert kv.commit_load(lease) == (12 <= computed < 24)
-    if not 12 <= computed < 24:
-        assert (seq.num_computed_tokens, seq.block_tables) == before
-        assert kv.num_free_blocks == free + (3, 5)[len(groups) - 1]  # all that was to be loaded
-    kvcore.check(kv)
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"a", b"a"), (b"a", b"b"), (b"b", b"a")])

@@ -85,21 +85,6 @@ def test_tokens_resolved_later_give_the_same_result(layout, prompts, steps, lag)
         assert sync.plan(longer).num_cached_tokens == ahead.plan(longer).num_cached_tokens
 
 
-def test_what_is_expected_counts_and_is_seen_by_nobody_until_it_is_told():
-    kv = kvcore.KVCacheManager(16, 4)
-    seq = prefilled(kv, [1, 2, 3])
-    kv.expect(seq, 2)
-    kv.reserve(seq, 2)
-    kv.commit(seq, 2)
-    assert (seq.num_tokens, seq.num_computed_tokens, seq.num_settled_tokens) == (5, 5, 3)
-    assert seq.tokens == (1, 2, 3)
-    assert kv.plan([1, 2, 3, 4, 5]).num_cached_tokens == 0
-    kv.resolve(seq, [4])
-    assert kv.plan([1, 2, 3, 4, 5]).num_cached_tokens == 4
-    assert seq.num_unknown_tokens == 1
-    assert "5 tokens (1 unknown), 5 computed" in repr(seq)
-
-
 @pytest.mark.parametrize(
     ("tokens", "start", "wanted"),
     [
@@ -170,47 +155,6 @@ def test_a_known_token_does_not_overtake_an_expected_one(join):
     with pytest.raises(kvcore.UnknownTokensError, match="1 are not"):
         calls[join]()
     assert (first.tokens, seq.tokens, seq.num_tokens) == ((5,), (1, 2, 3), 4)
-    kvcore.check(kv)
-
-
-def test_a_fork_has_what_is_settled():
-    kv = kvcore.KVCacheManager(16, 4)
-    seq = prefilled(kv, [1, 2, 3])
-    kv.expect(seq, 6)
-    kv.reserve(seq, 6)
-    kv.commit(seq, 6)
-    child, orders = kv.fork(seq)
-    assert (child.tokens, child.num_tokens, child.num_computed_tokens) == ((1, 2, 3), 3, 3)
-    assert [order.num_tokens for order in orders] == [3]
-    kvcore.check(kv)
-
-
-def test_a_load_that_failed_leaves_what_is_expected():
-    kv = kvcore.KVCacheManager(16, 4)
-    seq = prefilled(kv, [1, 2, 3, 4, 5])
-    kv.expect(seq, 2)
-    kv.reserve(seq, 2)
-    kv.commit(seq, 1)
-    assert kv.fail_load(seq, 2) == (seq,)
-    assert (seq.num_computed_tokens, seq.num_tokens, seq.num_unknown_tokens) == (2, 7, 2)
-    kv.resolve(seq, [6, 7])
-    kv.reserve(seq, 5)
-    kv.commit(seq, 5)
-    assert kv.plan([*range(1, 9)]).num_cached_tokens == 4
-    kvcore.check(kv)
-
-
-def test_a_reset_leaves_what_is_expected_and_nothing_of_it_is_found():
-    kv = kvcore.KVCacheManager(16, 4)
-    seq = prefilled(kv, [1, 2, 3])
-    kv.expect(seq, 2)
-    kv.reserve(seq, 2)
-    kv.commit(seq, 2)
-    with kv.lease(seq):
-        kv.reset()
-        kv.resolve(seq, [4, 5])
-    assert seq.tokens == (1, 2, 3, 4, 5)
-    assert kv.plan([1, 2, 3, 4, 5]).num_cached_tokens == 0
     kvcore.check(kv)
 
 

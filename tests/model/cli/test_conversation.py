@@ -144,7 +144,6 @@ def test_ctrl_c_stops_an_answer_and_sigterm_the_conversation_which_is_stored(tmp
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:
         out = b""
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -254,7 +254,7 @@ def spawn(*argv, stdin="", stdout=subprocess.PIPE, **environment):
     return subprocess.run(
         [sys.executable, "-m", "model.run", *argv],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
         input=stdin,
         stdout=stdout,
         stderr=subprocess.PIPE,

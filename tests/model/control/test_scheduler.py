@@ -76,20 +76,6 @@ def test_the_life_of_a_request_block_by_block():
     assert planned(scheduler.schedule()) == []
 
 
-def test_freed_blocks_are_handed_out_again_those_that_could_be_hit_last():
-    kv, scheduler = make(num_blocks=6, block_size=4)
-    add(scheduler, 0, [1, 2, 3, 4, 5, 6])
-    while scheduler.has_unfinished:
-        run(scheduler)
-    second = add(scheduler, 1, list(range(20, 37)), max_tokens=1)
-    step = scheduler.schedule()
-    # 3 was not full, 4 and 5 were never used; then the tail of the first request before its head.
-    assert second.sequence.block_table == (3, 4, 5, 2, 1)
-    assert kv.stats().num_evicted_blocks == 2
-    scheduler.update(step, {1: 9})
-    assert kv.num_free_blocks == 5
-
-
 def test_a_full_pool_makes_a_request_wait_and_then_admits_it():
     kv, scheduler = make(num_blocks=4, block_size=4)
     first = add(scheduler, 0, list(range(9)), max_tokens=3)  # 3 blocks: all there are
@@ -234,20 +220,6 @@ def test_what_a_request_may_come_to_for_sure_it_comes_to_and_no_further(
         while scheduler.has_unfinished:
             run(scheduler)
         assert fits.num_tokens == most
-
-
-def test_an_abort_gives_the_blocks_back_wherever_the_request_stands():
-    kv, scheduler = make(num_blocks=6, block_size=2, max_num_seqs=1)
-    running, waiting = add(scheduler, 0, [1, 2, 3]), add(scheduler, 1, [4])
-    run(scheduler)
-    assert scheduler.abort(waiting)
-    assert not scheduler.abort(waiting)
-    step = scheduler.schedule()
-    assert scheduler.abort(running)
-    assert kv.num_free_blocks == 5
-    scheduler.update(step, {})
-    assert (running.finish_reason, running.output_tokens) == (FinishReason.ABORTED, [9])
-    assert not scheduler.has_unfinished
 
 
 def test_schedule_and_update_alternate():

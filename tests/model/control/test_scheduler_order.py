@@ -38,16 +38,6 @@ def ids(requests):
     return [request.request_id for request in requests]
 
 
-def test_one_level_of_priority_overtakes_so_many_arrivals_and_no_more():
-    _, scheduler = make(40, 4, priority_span=3)
-    for number in range(8):
-        add(scheduler, number, [number], priority=-1 if number in {4, 5} else 0)
-    add(scheduler, 8, [8], priority=-2)
-    add(scheduler, 9, [9], priority=1)
-    # 4 counts as the 1st and comes behind it, 5 as the 2nd; 8 as the 2nd too, and came later.
-    assert ids(scheduler.waiting) == [0, 1, 4, 2, 5, 8, 3, 6, 7, 9]
-
-
 def test_a_stream_of_urgent_requests_starves_no_request():
     _, scheduler = make(40, 4, max_num_seqs=1, priority_span=5)
     patient = add(scheduler, 0, [1], max_tokens=2)
@@ -257,26 +247,6 @@ def test_where_host_memory_is_too_small_the_blocks_are_given_up():
     _, scheduler, _, new, step = swapping(num_host_blocks=2)
     assert (step.stores, new.host_copy, scheduler.stats.num_swaps) == ((), None, 0)
     assert [c.request.request_id for c in step.chunks] == [0]
-
-
-def test_aborted_while_it_is_stored_or_loaded_a_request_gives_everything_back():
-    kv, scheduler, old, new, step = swapping(num_host_blocks=3)
-    scheduler.abort(new)
-    assert kv.num_free_blocks == 0  # the copy is on its way
-    scheduler.update(step, {})
-    assert kv.num_free_blocks == 3
-    assert scheduler._admission.num_host_blocks_left == 3
-
-    kv, scheduler, old, new, step = swapping(num_host_blocks=3)
-    scheduler.update(step, {})
-    while not old.is_finished:
-        run(scheduler)
-    step = scheduler.schedule()
-    free = kv.num_free_blocks
-    scheduler.abort(new)
-    assert kv.num_free_blocks == free + 1  # what was found; the other blocks are being filled
-    scheduler.update(step, {})
-    assert (kv.num_free_blocks, scheduler._admission.num_host_blocks_left) == (6, 3)
 
 
 def test_a_prefix_that_others_have_is_not_stored():

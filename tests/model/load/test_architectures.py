@@ -37,7 +37,6 @@ SEEDS |= {"qwen2": 0, "phi3": 0, "olmo2": 0, "gemma3n": 0, "gemma4": 0}
 SMALL = dict.fromkeys(CONFIGS, 24) | dict.fromkeys(
     ("gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss"), 30
 )
-FULL_ALONE = ["qwen3", "qwen2", "llama", "olmo2"]
 WINDOWS_ALONE = {"mistral", "phi3"}  # never need more blocks than when they start
 
 

@@ -1,7 +1,6 @@
 """One network on several processes: the tokens of one process, and a loss that is told."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,11 +13,13 @@ import pytest
 from model.engine import Engine, TwinEngine
 from model.errors import RankLostError, UnsupportedModelError, UsageError
 from model.ranks.ranks import Ranks, join_ranks
+from tests.forks import Forks
 from tests.model import vision
 from tests.model.cli.test_run import main
 from tests.model.walk import DATA
 
 _ROOT = Path(__file__).parents[3]
+_MAIN = _ROOT / "tests/model/ranks_main.py"
 _GONE = "rank {} of the processes that share the network is gone"
 _PROMPTS = [
     {"prompt": "Return the number of items in the list, and", "max_tokens": 12},
@@ -28,16 +29,30 @@ _PROMPTS = [
 ]
 
 
-def torchrun(size, *arguments, timeout_s=200):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, "--nproc-per-node", str(size), *arguments],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+class Ranked:
+    """The processes of one network."""
+
+    def __init__(self, forks, size, arguments):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.ranks = [
+            forks.start(*arguments, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(size)
+        ]
+
+    def end(self, timeout_s=200):
+        """Wait for all: the highest exit code, and what they have written, rank by rank."""
+        ended = [rank.end(timeout_s) for rank in self.ranks]
+        written = ("".join(getattr(one, name) for one in ended) for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess((), max(one.returncode for one in ended), *written)
+
+
+@pytest.fixture(scope="module")
+def ranked():
+    """Starts the processes of one network."""
+    with Forks() as forks:
+        yield lambda size, *arguments: Ranked(forks, size, arguments)
 
 
 def texts_of(output):
@@ -62,7 +77,9 @@ def test_two_processes_write_what_one_writes(tmp_path, capsys):
     run = ["--prompts-file", str(prompts), *sizes]
     assert main(run) == 0
     alone = capsys.readouterr().out
-    shared = torchrun(2, "-m", "model.run", *run, "--tp", "2", "--check-ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "model.run", *run, "--tp", "2", "--check-ranks"]
+    shared = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     assert shared.returncode == 0, shared.stderr
     assert texts_of(shared.stdout) == texts_of(alone)
     assert len(texts_of(alone)) == 5
@@ -71,22 +88,21 @@ def test_two_processes_write_what_one_writes(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_processes_with_a_draft_model_write_what_one_writes_without(tmp_path):
+def test_processes_with_a_draft_model_write_what_one_writes_without(ranked, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(each) + "\n" for each in _PROMPTS))
-    run = ["-m", "model.run", "--prompts-file", str(prompts), "--num-blocks", "30", "--json"]
-    alone = subprocess.run(
-        [sys.executable, *run], cwd=_ROOT, capture_output=True, text=True, check=True
-    )
+    run = ["--prompts-file", str(prompts), "--num-blocks", "30", "--json"]
+    assert main(run) == 0
+    alone = capsys.readouterr().out
     guided = [*run, "--draft-model", str(_ROOT / "model/tiny"), "--tp", "2", "--check-ranks"]
-    shared = torchrun(2, *guided)
+    shared = ranked(2, "-m", "model.run", *guided).end()
     assert shared.returncode == 0, shared.stderr
-    assert texts_of(shared.stdout) == texts_of(alone.stdout)
+    assert texts_of(shared.stdout) == texts_of(alone)
     stats = json.loads(shared.stdout)["stats"]
     assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 50
 
 
-def test_images_are_computed_on_every_rank(tmp_path, capsys):
+def test_images_are_computed_on_every_rank(ranked, tmp_path, capsys):
     vision.save("Qwen3VLConfig", tmp_path)
     images = [str(tmp_path / name) for name in ("one.png", "other.png")]
     for seed, path in enumerate(images):
@@ -104,7 +120,7 @@ def test_images_are_computed_on_every_rank(tmp_path, capsys):
     run = ["--model", str(tmp_path), "--prompts-file", str(prompts), *sizes, "--json"]
     assert main(run) == 0
     alone = json.loads(capsys.readouterr().out)
-    shared = torchrun(2, "-m", "model.run", *run, "--tp", "2", "--check-ranks")
+    shared = ranked(2, "-m", "model.run", *run, "--tp", "2", "--check-ranks").end()
     assert shared.returncode == 0, shared.stderr
     found = [each["tokens"] for each in json.loads(shared.stdout)["requests"]]
     assert found == [each["tokens"] for each in alone["requests"]]
@@ -112,22 +128,24 @@ def test_images_are_computed_on_every_rank(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_other_blocks_are_told():
-    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "diverge")
+def test_ranks_that_hold_other_blocks_are_told(ranked):
+    ended = ranked(2, _MAIN, "diverge").end()
     line = "rank 1 and rank 0 have different block tables after the same calls"
     assert sorted(ended.stdout.splitlines()) == [f"rank 0: {line}", f"rank 1: {line}"], ended.stderr
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_noticed_by_the_others():
-    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "die")
+def test_a_process_that_dies_is_noticed_by_the_others(ranked):
+    ended = ranked(2, _MAIN, "die").end()
     assert ended.stdout.splitlines() == [f"rank 0: {_GONE.format(1)}"], ended.stderr
     assert ended.stderr.splitlines().count(f"error: {_GONE.format(1)}") == 1
 
 
 @pytest.mark.slow
-def test_a_rank_with_other_logits_and_less_memory_takes_the_others_tokens_and_gives_its_limit():
-    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "odd")
+def test_a_rank_with_other_logits_takes_the_others_tokens_and_one_with_less_memory_limits_all(
+    ranked,
+):
+    ended = ranked(2, _MAIN, "odd").end()
     assert ended.returncode == 0, ended.stderr
     first, second = sorted(map(json.loads, ended.stdout.splitlines()), key=lambda one: one["rank"])
     assert first["num_blocks"] == second["num_blocks"] == 40 - 9
@@ -137,16 +155,16 @@ def test_a_rank_with_other_logits_and_less_memory_takes_the_others_tokens_and_gi
 
 
 @pytest.mark.slow
-def test_a_number_of_processes_that_does_not_divide_the_heads_is_one_line():
-    ended = torchrun(3, "-m", "model.run", "--tp", "3")
+def test_a_number_of_processes_that_does_not_divide_the_heads_is_one_line(ranked):
+    ended = ranked(3, "-m", "model.run", "--tp", "3").end()
     line = "error: --tp: wanted a divisor of the network's 4 attention heads, got 3"
     assert ended.returncode != 0
     assert [each for each in ended.stderr.splitlines() if each == line]
 
 
 @pytest.mark.slow
-def test_a_prompt_that_one_process_refuses_ends_those_that_already_compute():
-    ended = torchrun(2, "-m", "model.run", "--tp", "2", "--prompt", "a", "--max-tokens", "9999")
+def test_a_prompt_that_one_process_refuses_ends_those_that_already_compute(ranked):
+    ended = ranked(2, "-m", "model.run", "--tp", "2", "--prompt", "a", "--max-tokens", "9999").end()
     said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert "exceeds the model's 2048 positions" in said[0]
     assert said[1:] in ([], [f"error: {_GONE.format(0)}"])
@@ -168,9 +186,9 @@ def test_experts_are_shared_by_several_processes_only():
 
 
 @pytest.mark.slow
-def test_experts_that_stay_whole_give_the_same_logits_and_what_has_none_is_refused():
+def test_experts_that_stay_whole_give_the_same_logits_and_what_has_none_is_refused(ranked):
     equal = ["MixtralConfig/", "GptOssConfig/", "DeepseekV3Config/"]
-    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "experts", *equal, "LlamaConfig/")
+    ended = ranked(2, _MAIN, "experts", *equal, "LlamaConfig/").end()
     line = "refused: --expert-parallel: Transformers has no expert-parallel plan for"
     assert json.loads(ended.stdout) == {
         **dict.fromkeys(equal, "equal"),
@@ -184,11 +202,13 @@ def test_experts_that_stay_whole_give_the_same_logits_and_what_has_none_is_refus
     # Of four processes only the sizes are new: a third of the networks has each.
     [("walk", 2, 1, 60), ("walk", 4, 3, 15), ("experts", 2, 1, 20)],
 )
-def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, size, every, least):
+def test_every_network_that_runs_is_cut_without_a_difference_or_refused(
+    ranked, what, size, every, least
+):
     walked = json.loads(DATA.read_text())["outcomes"]
     equal = [f"{name}/{variant}" for name, variant, outcome in walked if outcome == "equal"]
     names = equal[::every]
-    ended = torchrun(size, str(_ROOT / "tests/model/ranks_main.py"), what, *names, timeout_s=1200)
+    ended = ranked(size, _MAIN, what, *names).end(1200)
     assert ended.returncode == 0, ended.stderr[-4000:]
     outcomes = json.loads(ended.stdout)
     refusals = ("refused: --tp: ", "refused: --expert-parallel: ", "not dense: ")
@@ -248,40 +268,20 @@ def test_an_error_that_is_no_loss_is_its_own_and_the_others_are_told(monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["load", "engine", "step"])
-def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(stage):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(_ROOT / "tests/model/ranks_main.py"), "serve", stage]
-    server, other = (
-        subprocess.Popen(
-            command,
-            cwd=_ROOT,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    )
-    lines = []
-    try:
-        for line in server.stderr:
-            lines.append(line.rstrip())
-            address, colon, _ = lines[-1].partition(": ready")
-            if colon:
-                asked = {"prompt": "A tuple is", "max_tokens": 100, "ignore_eos": True}
-                answer = httpx.post(f"{address}/v1/completions", json=asked, timeout=200)
-                assert answer.status_code == 500
-                assert _GONE.format(1) in answer.json()["error"]["message"]
-        assert server.wait() == 3
-        assert other.wait() == 9
-    finally:
-        for process in (server, other):
-            with process:
-                process.kill()
+def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(ranked, stage):
+    server, other = ranked(2, _MAIN, "serve", stage).ranks
+    if ready := server.wait_for(r"(\S+): ready"):
+        asked = {"prompt": "A tuple is", "max_tokens": 100, "ignore_eos": True}
+        answer = httpx.post(f"{ready[1]}/v1/completions", json=asked, timeout=200)
+        assert answer.status_code == 500
+        assert _GONE.format(1) in answer.json()["error"]["message"]
+    ended = server.end()
+    assert (ended.returncode, other.end().returncode) == (3, 9)
+    assert (ready is not None) == (stage == "step")
+    lines = ended.stderr.splitlines()
     assert lines[0].endswith("model/tiny")
     assert [line for line in lines if "processes that share" in line] == [
         f"error: {_GONE.format(1)}"
     ]
     assert lines[-1] == f"error: {_GONE.format(1)}"
-    assert "Traceback" not in "".join(lines)
+    assert "Traceback" not in ended.stderr

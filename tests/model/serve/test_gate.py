@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import socket
@@ -188,7 +187,7 @@ def test_a_process_answers_while_it_loads_drains_at_sigterm_and_says_when_a_port
     assert ran.stderr == f"error: --host 127.0.0.1 --port {port}: Address already in use\n"
     process = subprocess.Popen(
         [*command, "0", "--num-blocks", "300", "--drain-timeout-s", "600"],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         url = process.stderr.readline().split(": loading")[0]

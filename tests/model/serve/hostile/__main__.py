@@ -20,7 +20,7 @@ def main():
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--slice-s", type=float, default=5.0)
     parser.add_argument("--kind", help="only attacks of this kind")
-    parser.add_argument("--plant", default="", help="a bug of server.py")
+    parser.add_argument("--plants", default="", help="bugs of server.py, joined by commas")
     parser.add_argument("--log", type=Path, help="what the server says goes here")
     result = run(Plan(**vars(parser.parse_args())))
     print(result)

@@ -65,7 +65,7 @@ class Plan:
         clients: at once.
         slice_s: seconds of polite load between hostile load.
         kind: of attacks; None: all.
-        plant: a bug of `server.py`; "": none.
+        plants: bugs of `server.py`, joined by commas; "": none.
         slack_s: the most that a polite request may be delayed beyond load.
         log: the file for what the server says; None: one that is deleted.
     """
@@ -75,7 +75,7 @@ class Plan:
     clients: int = 24
     slice_s: float = 5.0
     kind: str | None = None
-    plant: str = ""
+    plants: str = ""
     slack_s: float = 0.05
     log: Path | None = None
 
@@ -291,7 +291,7 @@ def run(plan):
         command = [sys.executable, "-m", "tests.model.serve.hostile.server", "--port", str(port),
                    "--model", str(folder / "model"), *FLAGS]  # fmt: skip
         log = plan.log or folder / "log"
-        environment = os.environ | {"HOSTILE_PLANT": plan.plant, "NUMBA_NUM_THREADS": "1"}
+        environment = os.environ | {"HOSTILE_PLANTS": plan.plants, "NUMBA_NUM_THREADS": "1"}
         with (
             log.open("wb") as errors,
             subprocess.Popen(command, stderr=errors, env=environment) as server,

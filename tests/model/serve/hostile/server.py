@@ -1,8 +1,8 @@
-"""The server of the command line, with a route that counts what is left, and a bug if one is named.
+"""The server of the command line, with a route that counts what is left, and bugs that are named.
 
 Where its event loop or its engine does not come round for `LAG_S`, its log says what runs then.
 
-`python -m tests.model.serve.hostile.server --port 8000`; `$HOSTILE_PLANT` names a bug.
+`python -m tests.model.serve.hostile.server --port 8000`; `$HOSTILE_PLANTS` names bugs.
 """
 
 import asyncio
@@ -92,7 +92,8 @@ def counting(engine, config, **more):
             "faults": health.num_faults, "ready": health.is_ready,
         }  # fmt: skip
 
-    PLANTS[os.environ.get("HOSTILE_PLANT", "")](engine)
+    for name in filter(None, os.environ.get("HOSTILE_PLANTS", "").split(",")):
+        PLANTS[name](engine)
     return app
 
 
@@ -118,9 +119,9 @@ def _burns():
         pass
 
 
-def _keeps():
-    if len(KEPT) < 5:
-        KEPT.append(b"x" * (300 << 20))
+def _grows():
+    if len(GROWN) < 5:
+        GROWN.append(b"x" * (300 << 20))
 
 
 def _opened(core):
@@ -128,13 +129,12 @@ def _opened(core):
     core.kv.reserve(sequence, 40)
 
 
-KEPT = []
+GROWN, KEPT = [], []
 PLANTS = {
-    "": lambda _: None,
     "raises": lambda _: _unknown(_raises),
     "blocks": lambda _: _unknown(lambda: time.sleep(0.3)),
     "burns": lambda _: _unknown(_burns),
-    "grows": lambda _: _unknown(_keeps),
+    "grows": lambda _: _unknown(_grows),
     "keeps blocks": lambda engine: _unknown(
         lambda: KEPT.append(asyncio.ensure_future(engine.call(_opened)))
     ),
