@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from tests.forks import Forks
 from tests.model.adapters import write_adapters
-from tests.model.ranks.test_ranks import torchrun
+from tests.model.ranks.test_ranks import Ranked
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the packages
 
@@ -31,7 +32,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each rank has found."""
-    ended = torchrun(2, "-m", "tests.model.ranks.adapters_main", str(folder[0]))
+    with Forks() as forks:
+        ended = Ranked(forks, 2, ["-m", "tests.model.ranks.adapters_main", str(folder[0])]).end()
     assert ended.returncode == 0, ended.stderr[-4000:]
     return sorted(map(json.loads, ended.stdout.splitlines()), key=lambda one: one["rank"])
 
