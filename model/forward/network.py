@@ -106,6 +106,7 @@ class PagedNetwork:
     def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
         self._network = model.network
         self._is_whole = model.ranks is None  # ranks trace all together, or none does
+        self._cuts = model.cuts
         self._backend = backend
         self.rope = rope_switch(self._network)
         absorb(self._network, backend.capabilities.max_latent_dim)
@@ -399,7 +400,7 @@ class PagedNetwork:
         ranks = [len(one.down) for each in adapters for one in each.products.values()]
         rank = max_rank or max([*ranks, 0 if most is None else _LEAST_RANK])
         paths = None if most is not None else products.keys()
-        self.adapters = Adapters(self._network, most or len(adapters), rank, paths)
+        self.adapters = Adapters(self._network, most or len(adapters), rank, paths, self._cuts)
         for adapter in adapters:
             self.adapters.add(adapter)
 
@@ -411,7 +412,7 @@ class PagedNetwork:
             ModelNotFoundError: it is not there, or broken.
             UnsupportedModelError: it cannot be applied to this network exactly.
         """
-        return read_adapter(text, self._network)
+        return read_adapter(text, self._network, self._cuts)
 
     def add_adapter(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
         """Let requests ask for an adapter. O(its layers), between two steps.
