@@ -23,7 +23,7 @@ from backends.errors import (
     UnsupportedError,
 )
 from backends.registry import BackendStatus, backend_names, get_backend, list_backends
-from backends.sparse import SparseBackend, choose
+from backends.sparse import SparseBackend, by_slot, choose
 from backends.states import (
     DecayGate,
     LinearAttentionTerms,
@@ -55,6 +55,7 @@ __all__ = [
     "UnknownBackendError",
     "UnsupportedError",
     "backend_names",
+    "by_slot",
     "choose",
     "get_backend",
     "list_backends",

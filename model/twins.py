@@ -14,7 +14,7 @@ Does not know: how a network is cut (`ranks/parallel.py`), who asks.
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 
 from model.control.request import Request
@@ -35,6 +35,10 @@ class _Emptied(NamedTuple):
 
 class _Ended(NamedTuple):
     goes_on: bool
+
+
+class _Aside(list[object]):
+    """What is done without a step afterwards."""
 
 
 def _forget(requests: list[Request]) -> None:
@@ -87,7 +91,7 @@ class TwinCore(EngineCore):
         with ranks.detecting_loss(or_fail=True):
             super().__init__(*made)
         self._is_checked = is_checked
-        self._said: list[Submission | _Aborted | _Emptied] = []
+        self._said: list[object] = []
 
     @property
     def leads(self) -> bool:
@@ -150,19 +154,28 @@ class TwinCore(EngineCore):
         """
         while not isinstance(said := self._ranks.broadcast(), _Ended):
             for each in said if isinstance(said, list) else ():
-                if isinstance(each, Submission):
-                    note(super().submit(each))
-                elif isinstance(each, _Emptied):
-                    super().empty_cache(enable_caching=each.enable_caching)
-                else:
-                    super().abort(self._unfinished(each.request_id))
-            try:
-                self._step()
-            except StalledError:  # the first rank's caller decides what becomes of it
-                continue
+                self._obey(each, note)
+            if not isinstance(said, _Aside):
+                with suppress(StalledError):  # the first rank's caller decides what becomes of it
+                    self._step()
         if not said.goes_on:
             self._ranks.disarm()
         return said.goes_on
+
+    def _tell(self, said: object) -> None:
+        """Have the other ranks do this now, and not before their next step. One message."""
+        self._ranks.broadcast(_Aside([*self._said, said]))
+        self._said = []
+
+    def _obey(self, said: object, note: Callable[[list[Request]], object]) -> None:
+        """Do what the first rank has done."""
+        match said:
+            case Submission():
+                note(super().submit(said))
+            case _Emptied():
+                super().empty_cache(enable_caching=said.enable_caching)
+            case _Aborted():
+                super().abort(self._unfinished(said.request_id))
 
     def _unfinished(self, request_id: int) -> Request:
         """The request of this number, which the first rank has found unfinished. O(num_unfinished).

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 import backends
 from model.attention.ahead import Ahead
+from model.attention.compressed import PagedEntries
 from model.attention.indexer import NoChoice, SeenTokens
 from model.attention.latents import absorbed
 from model.caches.kv_caches import KVCaches
@@ -84,6 +85,7 @@ class PagedPass:
         layout: the group of each layer.
         batches: for each group where the step's tokens are.
         ahead: the tokens that see some behind them; None: there are none.
+        entries: compressed keys; None: no layer has any.
     """
 
     backend: backends.Backend
@@ -91,6 +93,7 @@ class PagedPass:
     layout: CacheLayout
     batches: tuple[backends.PagedBatch, ...]
     ahead: Ahead | None = None
+    entries: PagedEntries | None = None
 
     def attend(
         self,
@@ -114,6 +117,8 @@ class PagedPass:
         if shape.reads is None:
             rows = None if cache.is_latent else value
             self.backend.store_kv(key, rows, cache, batch.slot_mapping)
+        if self.entries is not None and layer in self.layout.beside:
+            return self.entries.attend(layer, query, terms)
         if chosen is not None and batch.max_seq_len > chosen.shape[1]:
             sparse: Any = self.backend
             found: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)

@@ -87,11 +87,20 @@ class _IndexCache(ReportedLength):
         self._module = module
         self._paged = paged
 
-    def update_indexer(self, keys: Tensor, layer_idx: int) -> "_Index":
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> "Index":
         """Stand-in for the index keys of each whole text. O(1)."""
         if keys.dim() != 3 or keys.shape[0] != 1:
             _refuse(self._module, f"has keys of shape {list(keys.shape)}")
-        return _Index(self._module, self._paged, layer_idx, keys)
+
+        def choose(query: Tensor, weights: Tensor, k: int) -> Tensor | NoChoice:
+            if k < 1:
+                raise UnsupportedModelError(f"index_topk: wanted at least 1, got {k}")
+            if not hasattr(self._paged, "choose"):
+                return NoChoice()
+            found: Tensor = self._paged.choose(layer_idx, query, weights, keys[0].unsqueeze(1), k)
+            return found[None]
+
+        return Index(self._module, keys, choose)
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -115,28 +124,29 @@ class _Choice:
 
 
 @dataclass(frozen=True)
-class _Index:
+class Index:
     """Stands for index keys, then for their scores, in the code of an indexer.
 
     Attributes:
         module: the layer.
-        paged: the pass.
-        layer: index of the layer.
-        keys: [1, num_tokens, index_dim], those of the new tokens.
+        keys: [1, num_keys, index_dim]: as many as the code shall see.
+        choose: from queries [num_tokens, num_heads, index_dim], weights [num_tokens, num_heads] and
+            a number the positions that `topk` returns.
         query: [1, num_tokens, num_heads, index_dim]; None: no product was taken yet.
-        weights: [1, num_tokens, 1, num_heads]; None: heads are not added up yet.
+        weights: [1, num_tokens, 1, num_heads]; None: heads are not weighted yet.
         factor: of the scores.
         is_positive: whether scores below 0 were set to 0.
+        is_sum: whether the weighted heads are added up.
     """
 
     module: nn.Module
-    paged: Any
-    layer: int
     keys: Tensor
+    choose: Callable[[Tensor, Tensor, int], Tensor | NoChoice]
     query: Tensor | None = None
     weights: Tensor | None = None
     factor: float = 1.0
     is_positive: bool = False
+    is_sum: bool = False
 
     @classmethod
     def __torch_function__(
@@ -145,11 +155,11 @@ class _Index:
         types: Any,  # noqa: ANN401  # as PyTorch calls it
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> "_Index":
+    ) -> "Index":
         """A function of PyTorch that gets a stand-in. O(1)."""
         del types
         name = getattr(func, "__name__", "").strip("_")
-        self: _Index = next(arg for arg in args if isinstance(arg, cls))
+        self: Index = next(arg for arg in args if isinstance(arg, cls))
         if name in {"matmul", "rmatmul"} and isinstance(args[0], Tensor):
             return self._product(args[0])
         if name == "relu" and self.query is not None and self.weights is None:
@@ -164,26 +174,36 @@ class _Index:
     def _what(self) -> str:
         return "keys" if self.query is None else "scores"
 
-    def _product(self, left: Tensor) -> "_Index":
+    def _product(self, left: Tensor) -> "Index":
         if self.query is None and left.dim() == 4:
             return replace(self, query=left)
         if self.is_positive and self.weights is None and left.dim() == 4 and left.shape[2] == 1:
-            return replace(self, weights=left)
+            return replace(self, weights=left, is_sum=True)
         _refuse(self.module, f"multiplies its {self._what} by {list(left.shape)}")
 
-    def __mul__(self, factor: object) -> "_Index":
-        """Scale the scores, by a number above 0 that max(0, x) lets through. O(1)."""
+    def __mul__(self, factor: object) -> "Index":
+        """Scale by a number above 0 (max(0, x) lets it through), or weigh heads. O(1)."""
+        if isinstance(factor, Tensor) and self.is_positive and self.weights is None:
+            if factor.dim() == 4 and factor.shape[-1] == 1:
+                return replace(self, weights=factor.transpose(2, 3))
+            _refuse(self.module, f"multiplies its {self._what} by {list(factor.shape)}")
         if self.query is None or not isinstance(factor, int | float) or factor <= 0:
             _refuse(self.module, f"multiplies its {self._what} by {factor}")
         return replace(self, factor=self.factor * factor)
 
     __rmul__ = __mul__
 
-    def __add__(self, _: object) -> "_Index":
+    def __add__(self, _: object) -> "Index":
         """Add a mask, as before `topk`. O(1)."""
         return self
 
-    def masked_fill(self, _: object, value: float) -> "_Index":
+    def sum(self, dim: int) -> "Index":
+        """Add up the heads. O(1)."""
+        if self.weights is None or self.is_sum or dim != 2:
+            _refuse(self.module, f"adds up its {self._what} over dimension {dim}")
+        return replace(self, is_sum=True)
+
+    def masked_fill(self, _: object, value: float) -> "Index":
         """Leave out what a query does not see; the pass does. O(1)."""
         if self.weights is None or value != float("-inf"):
             _refuse(self.module, f"fills its {self._what} with {value}")
@@ -196,15 +216,10 @@ class _Index:
 
     def topk(self, k: int, dim: int = -1) -> _Choice:
         """The positions of the highest scores, from the pass. Its cost."""
-        if k < 1:
-            raise UnsupportedModelError(f"index_topk: wanted at least 1, got {k}")
-        if self.query is None or self.weights is None or dim != -1:
+        if self.query is None or self.weights is None or not self.is_sum or dim != -1:
             _refuse(self.module, f"takes the highest of its {self._what}")
-        if not hasattr(self.paged, "choose"):
-            return _Choice(NoChoice())
         weights = self.weights[0, :, 0].float() * self.factor
-        keys = self.keys[0].unsqueeze(1)
-        return _Choice(self.paged.choose(self.layer, self.query[0], weights, keys, k)[None])
+        return _Choice(self.choose(self.query[0], weights, k))
 
     def __getattr__(self, name: str) -> object:
         if name in _SAME:

@@ -6,6 +6,11 @@ and holds a token's keys and values for every layer of that group; place `i` of 
 same memory, because two groups never hold one block. So the depth is what a block costs, and a kind
 that does not fill its groups wastes the rest. (vLLM's hybrid cache manager introduced this.)
 
+A layer may attend to compressed keys too (`model/attention/compressed.py`): entries of several
+tokens each. These are a layer here that lies in a group of its own, whose blocks hold as many rows
+as others and so more tokens, in the place of the layer; what its tokens contribute is some layers
+with a window.
+
 A layer may read the keys and values of an earlier layer instead of computing its own (Gemma 3n,
 Gemma 4). It has that layer's group and place, stores nothing and costs no memory.
 
@@ -15,14 +20,15 @@ Recurrent layers keep a state per sequence in pages of the same pool
 Decides: the depth: the fewest groups such that no kind wastes more than an eighth of its own size.
 
 Invariants: every layer that stores has a group and a place of its own; the layers of a group see
-the same; groups of full attention come first, then windows from the smallest up, then chunks.
+the same; entries have the place of their layer; groups of full attention come first, then windows
+from the smallest up, then chunks, then entries.
 
 Does not know: memory, blocks, which network it is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, zip_longest
 
 import torch
 
@@ -59,6 +65,23 @@ class IndexShape:
 
 
 @dataclass(frozen=True, slots=True)
+class EntriesShape:
+    """The compressed keys of a layer.
+
+    Attributes:
+        rate: tokens per entry.
+        num_parts: rows, as wide as a key, that a token contributes.
+        reach: the tokens that an entry is made of: `rate`, or twice as many.
+        index: that chooses entries; its own are made of as many parts. None: all are attended to.
+    """
+
+    rate: int
+    num_parts: int
+    reach: int
+    index: IndexShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """What an attention layer stores for a token, and how far it looks back.
 
@@ -74,6 +97,8 @@ class LayerShape:
             same; None: it stores its own.
         index: that chooses the tokens a query attends to, with keys of its own; None: the layer has
             none, though it may share the choice of an earlier one.
+        entries: compressed keys that a query attends to beside the window; None: there are none.
+        rate: tokens per row: 1, but for a layer of entries.
     """
 
     num_kv_heads: int
@@ -84,6 +109,8 @@ class LayerShape:
     value_dim: int | None = None
     reads: int | None = None
     index: IndexShape | None = None
+    entries: EntriesShape | None = None
+    rate: int = 1
 
     @property
     def slot(self) -> backends.KVLayout:
@@ -100,8 +127,17 @@ class LayerShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token: its key, value and index key. O(1)."""
+        """Bytes of one row: its key, value and index key. O(1)."""
         return sum(self.row_bytes)
+
+    def beside(self) -> Iterator["LayerShape"]:
+        """The layers that hold its parts, then the one that holds its entries. O(parts)."""
+        if self.entries is None:
+            return
+        own = replace(self, index=self.entries.index, entries=None)
+        part = replace(own, window=self.entries.reach)
+        yield from (part for _ in range(self.entries.num_parts))
+        yield replace(own, window=None, rate=self.entries.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +149,29 @@ class CacheLayout:
         numbers: for the index of each of them in the network its index in `layers`.
         windows: for each group the window of its layers; None: no window.
         chunks: for each group the chunk of its layers; None: no chunks.
+        rates: for each group the tokens per row of its layers.
         places: for each layer its group, and its place in the group: for one that stores nothing
             those of the layer that it reads.
         place_bytes: for each place the bytes of a token in each of its tensors (keys and values, or
             latents; then index keys), of the largest layer there.
         states: what recurrent layers keep of a sequence; empty: there are none.
+        beside: for a layer with compressed keys the layers of its parts, then that of its entries.
     """
 
     layers: tuple[LayerShape, ...]
     numbers: dict[int, int]
     windows: tuple[int | None, ...]
     chunks: tuple[int | None, ...]
+    rates: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
     place_bytes: tuple[tuple[int, ...], ...]
     states: tuple[StateShape, ...] = ()
+    beside: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def own_layers(self) -> tuple[LayerShape, ...]:
+        """The layers of the network, in its order. O(num_layers)."""
+        return tuple([self.layers[number] for number in self.numbers.values()])
 
     @property
     def slot_bytes(self) -> int:
@@ -136,7 +181,7 @@ class CacheLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in all layers that store, if each keeps it. O(num_layers)."""
-        return sum(layer.token_bytes for layer in self.layers if layer.reads is None)
+        return sum(layer.token_bytes // layer.rate for layer in self.layers if layer.reads is None)
 
     @property
     def state_bytes(self) -> int:
@@ -184,8 +229,8 @@ class CacheLayout:
                     f"network, got {block_size}"
                 )
         groups: list[kvcore.LayerGroup] = [
-            _group(window, chunk, block_size)
-            for window, chunk in zip(self.windows, self.chunks, strict=True)
+            _group(window, chunk, block_size * rate)
+            for window, chunk, rate in zip(self.windows, self.chunks, self.rates, strict=True)
         ]
         if self.states:
             groups.append(kvcore.RecurrentState(self.blocks_per_state(block_size)))
@@ -213,38 +258,87 @@ def plan_layout(
         states: what recurrent layers keep of a sequence.
     """
     if not layers:  # a group for the tokens
-        return CacheLayout((), {}, (None,), (None,), (), (), tuple(states))
-    kinds: dict[tuple[int, int], list[int]] = {}  # by chunk and window; 0: none
-    for number, layer in enumerate(layers):
+        return CacheLayout((), {}, (None,), (None,), (1,), (), (), tuple(states))
+    every, beside = _with_those_beside(layers)
+    kinds: dict[_Kind, list[int]] = {}
+    for number, layer in enumerate(every):
         if layer.reads is None:
-            kinds.setdefault((layer.chunk or 0, layer.window or 0), []).append(number)
+            kind = (layer.rate, layer.chunk or 0, layer.window or 0)
+            kinds.setdefault(kind, []).append(number)
     ordered = sorted(kinds.items())
     depth = _depth([len(numbers) for _, numbers in ordered])
-    groups: list[tuple[int, int]] = []
-    places = [(0, 0)] * len(layers)
-    place_bytes: list[tuple[int, ...]] = [()] * depth
+    groups: list[_Kind] = []
+    places = [(0, 0)] * len(every)
+    owners = {numbers[-1]: number for number, numbers in beside.items()}
     for kind, numbers in ordered:
-        for index, number in enumerate(numbers):
-            place = index % depth
-            if place == 0:
-                groups.append(kind)
-            places[number] = (len(groups) - 1, place)
-            sizes = zip_longest(place_bytes[place], layers[number].row_bytes, fillvalue=0)
-            place_bytes[place] = tuple(max(pair) for pair in sizes)
+        wanted = [places[owners[number]][1] if number in owners else None for number in numbers]
+        found = _in_groups(wanted, depth, len(groups))
+        for number, at in zip(numbers, found, strict=True):
+            places[number] = at
+        groups += [kind] * (1 + max(group for group, _ in found) - len(groups))
     numbers_of = {index: number for number, index in enumerate(indices or range(len(layers)))}
     for number, layer in enumerate(layers):
         if layer.reads is not None:
             places[number] = places[numbers_of[layer.reads]]
-    chunks, windows = ([size or None for size in sizes] for sizes in zip(*groups, strict=True))
+    rates, *others = zip(*groups, strict=True)
+    chunks, windows = ([size or None for size in sizes] for sizes in others)
     return CacheLayout(
-        tuple(layers),
+        tuple(every),
         numbers_of,
         tuple(windows),
         tuple(chunks),
+        rates,
         tuple(places),
-        tuple(place_bytes),
+        _place_bytes(every, places, depth),
         tuple(states),
+        beside,
     )
+
+
+def _with_those_beside(
+    layers: Sequence[LayerShape],
+) -> tuple[list[LayerShape], dict[int, tuple[int, ...]]]:
+    """The layers, then those that hold parts and entries; and `CacheLayout.beside`."""
+    every, beside = [*layers], dict[int, tuple[int, ...]]()
+    for number, layer in enumerate(layers):
+        begin = len(every)
+        every += layer.beside()
+        if len(every) > begin:
+            beside[number] = tuple(range(begin, len(every)))
+    return every, beside
+
+
+def _place_bytes(
+    layers: Sequence[LayerShape], places: Sequence[tuple[int, int]], depth: int
+) -> tuple[tuple[int, ...], ...]:
+    found: list[tuple[int, ...]] = [()] * depth
+    for layer, (_, place) in zip(layers, places, strict=True):
+        if layer.reads is None:
+            sizes = zip_longest(found[place], layer.row_bytes, fillvalue=0)
+            found[place] = tuple(max(pair) for pair in sizes)
+    return tuple(found)
+
+
+_Kind = tuple[int, int, int]
+"""What the layers of a group have in common: rate, chunk and window; 0: none."""
+
+
+def _in_groups(wanted: Sequence[int | None], depth: int, first: int) -> list[tuple[int, int]]:
+    """Groups from `first` on, and places below `depth`, for layers of a kind.
+
+    Args:
+        wanted: of each layer the place; None: the next one.
+        depth: places of a group.
+        first: the number of the first group.
+    """
+    taken, found = set[tuple[int, int]](), list[tuple[int, int]]()
+    for number, place in enumerate(wanted):
+        at = (first + number // depth, number % depth)
+        if place is not None:
+            at = next((group, place) for group in count(first) if (group, place) not in taken)
+        taken.add(at)
+        found.append(at)
+    return found
 
 
 def _depth(sizes: Sequence[int]) -> int:

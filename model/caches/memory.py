@@ -192,13 +192,14 @@ def _useful_blocks(config: EngineConfig, layout: CacheLayout) -> int | None:
 
 
 def _layers(layout: CacheLayout) -> str:
-    counts: dict[tuple[int, int], int] = {}
-    own = [layer for layer in layout.layers if layer.reads is None]
+    counts: dict[tuple[int, int, int], int] = {}
+    own = [layer for layer in layout.own_layers if layer.reads is None]
     for layer in own:
-        kind = (layer.chunk or 0, layer.window or 0)
+        rate = 0 if layer.entries is None else layer.entries.rate
+        kind = (layer.chunk or 0, layer.window or 0, rate)
         counts[kind] = counts.get(kind, 0) + 1
     parts = [f"{count} {_attention(*kind)}" for kind, count in sorted(counts.items())]
-    groups, readers = len(layout.windows), len(layout.layers) - len(own)
+    groups, readers = len(layout.windows), len(layout.own_layers) - len(own)
     recurrent = len({state.key.layer for state in layout.states})
     parts += [f"{readers} shared-KV"] if readers else []
     kept = show_bytes(layout.state_bytes)
@@ -206,9 +207,10 @@ def _layers(layout: CacheLayout) -> str:
     return f"layers: {', '.join(parts)}" + (f"; in {groups} layer groups" if groups > 1 else "")
 
 
-def _attention(chunk: int, window: int) -> str:
+def _attention(chunk: int, window: int, rate: int) -> str:
     if window:
-        return f"sliding-window of {window} tokens"
+        compressed = f" and compressed, {rate} tokens a key" if rate else ""
+        return f"sliding-window of {window} tokens{compressed}"
     return f"chunked-local of {chunk} tokens" if chunk else "full-attention"
 
 

@@ -21,7 +21,9 @@ import kvcore
 from kvcore.adapters.recurrent import RecurrentPass, Run, StateStep, cache_argument
 from model.attention.attention import PagedPass, logits_of
 from model.attention.batch import StepTensors
+from model.attention.compressed import Completed, PagedEntries, none_complete
 from model.attention.latents import absorb
+from model.attention.own_code import has_alibi
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
@@ -47,6 +49,7 @@ class _Noting:
         self.calls: dict[int, tuple[int, torch.dtype, backends.AttentionTerms]] = {}
         self.indexes: dict[int, int] = {}  # the heads of a layer's index
         self.counts: dict[int, int] = {}  # the tokens that are chosen for a layer
+        self.entries = self
 
     def attend(
         self,
@@ -70,6 +73,19 @@ class _Noting:
         self.indexes[layer] = query.shape[1]
         return key.new_zeros((len(key), count), dtype=torch.int32)
 
+    def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
+        """Nothing is complete."""
+        del layer, is_index
+        return none_complete(parts, rate)
+
+    def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
+        """Nothing is complete."""
+
+    def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
+        """Note the call."""
+        del weights, count
+        self.indexes[layer] = query.shape[1]
+
 
 class PagedNetwork:
     """A loaded model, its caches and the backend that works on them.
@@ -90,6 +106,7 @@ class PagedNetwork:
     def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
         self._network = model.network
         self._is_whole = model.ranks is None  # ranks trace all together, or none does
+        self._cuts = model.cuts
         self._backend = backend
         self.rope = rope_switch(self._network)
         absorb(self._network, backend.capabilities.max_latent_dim)
@@ -105,8 +122,16 @@ class PagedNetwork:
                     f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
-            if shape.index is not None:
-                _check_index(backend, layer, shape.index)
+            index = shape.index if shape.entries is None else shape.entries.index
+            if index is not None:
+                _check_index(backend, layer, index)
+            if shape.value_dim is not None and shape.head_dim > backend.capabilities.max_latent_dim:
+                raise UnsupportedModelError(
+                    f"backend {backend.name}: layer {layer} stores one row of {shape.head_dim} "
+                    f"numbers for key and value, and this backend stores rows of at most "
+                    f"{backend.capabilities.max_latent_dim}; use --backend triton or --backend "
+                    f"numba"
+                )
         self.layout = plan_layout([*shapes.values()], [*shapes], states)
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
@@ -167,15 +192,24 @@ class PagedNetwork:
         )
 
     def check_stores(self, dtype: torch.dtype) -> None:
-        """Raise unless the backend supports quantised caches of this dtype. O(1).
+        """Raise unless the network and the backend support quantised caches of this dtype. O(1).
 
         Raises:
-            UnsupportedModelError: it does not.
+            UnsupportedModelError: one of them does not.
         """
+        if has_alibi(self._network):
+            raise UnsupportedModelError(
+                f"kv_dtype: {type(self._network).__name__} has ALiBi, and caches of {dtype} cannot "
+                f"hold its positions: leave out --kv-dtype"
+            )
         if dtype not in self._backend.capabilities.quantised:
             known = ", ".join(map(str, self._backend.capabilities.quantised)) or "none"
             raise UnsupportedModelError(
                 f"kv_dtype: backend {self._backend.name} has no caches of {dtype}, it has {known}"
+            )
+        if self.layout.beside:
+            raise UnsupportedModelError(
+                "kv_dtype: wanted layers without compressed keys, whose parts would lose too much"
             )
 
     def store_as(self, dtype: torch.dtype, scales: Scales) -> None:
@@ -185,7 +219,7 @@ class PagedNetwork:
             dtype: of a stored element.
             scales: of each layer; empty: all are 1.
         """
-        layers = [replace(layer, dtype=dtype) for layer in self.layout.layers]
+        layers = [replace(layer, dtype=dtype) for layer in self.layout.own_layers]
         self.layout = plan_layout(layers, [*self.layout.numbers], self.layout.states)
         self._scales = scales
 
@@ -204,6 +238,10 @@ class PagedNetwork:
         if self.rope is not None:
             raise UnsupportedModelError(
                 "tracing: its rotary factors depend on the length of each request"
+            )
+        if self.layout.beside:
+            raise UnsupportedModelError(
+                "tracing: how many compressed keys a step makes depends on its positions"
             )
         own = trace_network(self._network, self.device, is_stored=self._is_whole)
         traced = {False: own}
@@ -305,20 +343,25 @@ class PagedNetwork:
             )
         calls: dict[object, backends.LayerCall] = {}
         worth = self.shared_worth()
-        for index, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
+        for index, (num_q_heads, dtype, asked) in sorted(noting.calls.items()):
             layer = self.layout.numbers[index]
-            cache, window = self.caches.layers[layer], self.layout.layers[layer].window
+            cache, shape = self.caches.layers[layer], self.layout.layers[layer]
             shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
             own, num_chosen = self.caches.indexes.get(layer), noting.counts.get(index, 0)
+            terms = replace(asked, window=shape.window)
+            if shape.entries is not None:  # it attends as to chosen tokens
+                terms, chosen = replace(asked, window=None), shape.entries.index
+                own = self.caches.indexes.get(self.layout.beside[layer][-1])
+                num_chosen = 1 if chosen is None else chosen.count
             index_heads = noting.indexes.get(index, 0)
-            kind = (num_q_heads, dtype, *shapes, cache.layout, window, num_chosen, index_heads)
+            kind = (num_q_heads, dtype, *shapes, cache.layout, terms.window, num_chosen)
             calls.setdefault(
-                (*kind, terms.soft_cap, terms.sinks is None),
+                (*kind, index_heads, terms.soft_cap, terms.sinks is None),
                 backends.LayerCall(
                     num_q_heads,
                     dtype,
                     cache,
-                    replace(terms, window=window),
+                    terms,
                     shared_prefix=worth[self.layout.places[layer][0]] is not None,
                     num_chosen=num_chosen,
                     index=None if own is None else backends.IndexCall(index_heads, own),
@@ -357,7 +400,7 @@ class PagedNetwork:
         ranks = [len(one.down) for each in adapters for one in each.products.values()]
         rank = max_rank or max([*ranks, 0 if most is None else _LEAST_RANK])
         paths = None if most is not None else products.keys()
-        self.adapters = Adapters(self._network, most or len(adapters), rank, paths)
+        self.adapters = Adapters(self._network, most or len(adapters), rank, paths, self._cuts)
         for adapter in adapters:
             self.adapters.add(adapter)
 
@@ -369,7 +412,7 @@ class PagedNetwork:
             ModelNotFoundError: it is not there, or broken.
             UnsupportedModelError: it cannot be applied to this network exactly.
         """
-        return read_adapter(text, self._network)
+        return read_adapter(text, self._network, self._cuts)
 
     def add_adapter(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
         """Let requests ask for an adapter. O(its layers), between two steps.
@@ -395,6 +438,9 @@ class PagedNetwork:
         paged = PagedPass(
             backend or self._backend, self.caches, self.layout, step.paged, step.ahead
         )
+        if self.layout.beside:
+            entries = PagedEntries(paged.backend, self.caches, self.layout, step.paged)
+            paged = replace(paged, entries=entries)
         states = self._states_of(step)
         # Tensors of inference mode would make the pieces compile again.
         is_compiled = isinstance(traced, PiecewiseNetwork)

@@ -33,9 +33,10 @@ from transformers.masking_utils import AttentionMaskInterface
 import backends
 from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.attention import IMPLEMENTATION, attend
+from model.attention.compressed import Completed, none_complete
 from model.attention.positions import RowsElsewhere, report_positions
 from model.attention.rope import RopeSwitch
-from model.caches.layout import IndexShape, LayerShape
+from model.caches.layout import EntriesShape, IndexShape, LayerShape
 from model.errors import UnsupportedModelError
 
 _PROBING = "kvcore_probing"
@@ -157,6 +158,8 @@ class Probe:
     makers: dict[object, int] = field(default_factory=dict)  # the first layer with these tensors
     kept: list[Tensor] = field(default_factory=list)  # so that no later tensor has their memory
     indexes: dict[int, IndexShape] = field(default_factory=dict)
+    compressed: dict[int, EntriesShape] = field(default_factory=dict)
+    index_dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of compressed keys
 
     def see(self, layer: int, mask: Tensor | None) -> None:
         """Note what the mask of a layer lets it see.
@@ -198,6 +201,9 @@ class Probe:
                 f"layer {layer} attends to tokens that an index chooses, wanted them chosen from "
                 f"all that come before, its mask is {pattern}"
             )
+        is_latent = value.shape[2] < key.shape[2] or (
+            key.shape[1] == 1 and _memory(key) == _memory(value)
+        )
         maker = self.makers.setdefault((_memory(key), _memory(value), pattern), layer)
         self.kept += key, value
         self.shapes[layer] = LayerShape(
@@ -206,9 +212,10 @@ class Probe:
             key.dtype,
             pattern.window,
             pattern.chunk,
-            value_dim=value.shape[2] if value.shape[2] < key.shape[2] else None,
+            value_dim=value.shape[2] if is_latent else None,
             reads=None if maker == layer else maker,
             index=self.indexes.get(layer),
+            entries=self.compressed.get(layer),
         )
         self.soft_caps[layer] = terms.soft_cap
         return query.new_zeros(*query.shape[:2], value.shape[2])
@@ -218,6 +225,29 @@ class Probe:
         del query, weights
         self.indexes[layer] = IndexShape(key.shape[2], key.dtype, count)
         return key.new_zeros((len(key), count), dtype=torch.int32)
+
+    @property
+    def entries(self) -> "Probe":
+        """Itself, which notes what is compressed. O(1)."""
+        return self
+
+    def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
+        """Note the parts; nothing is complete."""
+        if is_index:
+            self.index_dtypes[layer] = parts.dtype
+        else:
+            count = parts.shape[1]
+            self.compressed[layer] = EntriesShape(rate, count, reach=rate * count // 2)
+        return none_complete(parts, rate)
+
+    def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
+        """Nothing is complete."""
+
+    def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
+        """Note the shape of the index of compressed keys."""
+        del weights
+        index = IndexShape(query.shape[2], self.index_dtypes[layer], count)
+        self.compressed[layer] = replace(self.compressed[layer], index=index)
 
 
 def _memory(tensor: Tensor) -> object:
@@ -435,6 +465,10 @@ def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
             )
 
 
+_Rows = dict[tuple[int, tuple[str, ...]], tuple[Tensor, ...]]
+"""What passes have noted, by layer and the names of its parts."""
+
+
 class _Alone:
     """A pass in which no token sees another; notes query, key and value of one row.
 
@@ -444,8 +478,9 @@ class _Alone:
     def __init__(self, row: int, elsewhere: RowsElsewhere | None = None) -> None:
         self._row = row
         self._elsewhere = elsewhere
-        self.noted: dict[int, tuple[Tensor, ...]] = {}
-        self.noted_elsewhere: dict[int, tuple[Tensor, ...]] = {}
+        self.noted: _Rows = {}
+        self.noted_elsewhere: _Rows = {}
+        self.entries = self
 
     def attend(
         self,
@@ -458,7 +493,7 @@ class _Alone:
     ) -> Tensor:
         """Note a row; return something different for every row."""
         del chosen
-        self._note(layer, query, key, value)
+        self._note(layer, _PARTS, query, key, value)
         group = query.shape[1] // key.shape[1]
         size = value.shape[2]
         own = (key[..., :size] + value).repeat_interleave(group, 1)
@@ -466,15 +501,28 @@ class _Alone:
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
         """Note a row of an index; choose anything."""
-        self._note(~layer, query, weights, key)
+        self._note(layer, _INDEX_PARTS, query, weights, key)
         return key.new_zeros((len(key), count), dtype=torch.int32)
 
-    def _note(self, layer: int, *parts: Tensor) -> None:
-        """Note a row of what a layer passes on; of its index under the layer's complement."""
-        self.noted[layer] = tuple(part[self._row].float() for part in parts)
+    def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
+        """Note a row of what compressed keys are made of; nothing is complete."""
+        self._note(layer, _INDEX_ENTRY_PARTS if is_index else _ENTRY_PARTS, parts)
+        return none_complete(parts, rate)
+
+    def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
+        """Nothing is complete."""
+
+    def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
+        """Note a row of an index."""
+        del count
+        self._note(layer, _INDEX_PARTS[:2], query, weights)
+
+    def _note(self, layer: int, names: tuple[str, ...], *parts: Tensor) -> None:
+        """Note a row of what a layer passes on."""
+        self.noted[layer, names] = tuple(part[self._row].float() for part in parts)
         if self._elsewhere is not None:
             twins = (self._elsewhere.twin(part) for part in parts)
-            self.noted_elsewhere[layer] = tuple(part[self._row].float() for part in twins)
+            self.noted_elsewhere[layer, names] = tuple(part[self._row].float() for part in twins)
 
 
 _TOLERANCES = {torch.float32: 0.02, torch.float64: 0.02}
@@ -484,6 +532,7 @@ _SAME_SHAPE_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOKENS = ((11, 5, 7), (2, 9, 3), (13, 1, 8))
 _PARTS = ("queries", "keys", "values")
 _INDEX_PARTS = ("index queries", "index weights", "index keys")
+_ENTRY_PARTS, _INDEX_ENTRY_PARTS = ("parts of entries",), ("parts of index entries",)
 
 
 def check_tokens_alone(
@@ -580,7 +629,7 @@ def _noted(
     tokens: list[int],
     positions: list[int],
     row: int,
-) -> dict[int, tuple[Tensor, ...]]:
+) -> _Rows:
     alone = _Alone(row)
     _run(model, device, tokens, positions, alone)
     return alone.noted
@@ -607,15 +656,10 @@ def _run(
         )
 
 
-def _difference(
-    one: dict[int, tuple[Tensor, ...]],
-    two: dict[int, tuple[Tensor, ...]],
-    tolerance: float,
-    cause: str,
-) -> str:
-    for layer in sorted(one):
-        parts = _PARTS if layer >= 0 else _INDEX_PARTS
-        for name, left, right in zip(parts, one[layer], two[layer], strict=True):
+def _difference(one: _Rows, two: _Rows, tolerance: float, cause: str) -> str:
+    for layer, names in sorted(one):
+        parts = zip(names, one[layer, names], two[layer, names], strict=True)
+        for name, left, right in parts:
             if float((left - right).norm()) > tolerance * float(left.norm()):
-                return f"the {name} of layer {max(layer, ~layer)} follow {cause} too"
+                return f"the {name} of layer {layer} follow {cause} too"
     return ""

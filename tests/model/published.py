@@ -23,12 +23,12 @@ from model import ModelError
 from model.load.architectures import check_architecture, check_layers
 from model.load.loader import LoadedModel, load_config, load_model
 from tests.model import vision
-from tests.model.load.quantised_checkpoints import pack_fp8, pack_mxfp4
+from tests.model.load.quantised_checkpoints import pack_fp4, pack_fp8, pack_mxfp4
 from tests.model.walk import SIZES, build_network, compare, quieten
 
 DATA = Path(__file__).with_name("published.json")
 CPU = torch.device("cpu")
-ROUNDING = {"fp8": 0.04, "mxfp4": 0.26}  # the most, of the largest number of a matrix
+ROUNDING = {"fp8": 0.04, "mxfp4": 0.26, "fp4": 0.26}  # the most, of the largest number of a matrix
 
 
 def stored() -> dict[str, dict[str, Any]]:
@@ -82,11 +82,11 @@ def _load(one: dict[str, Any], folder: Path, seed: int) -> LoadedModel:
     path.write_text(json.dumps(content))
     vision.tokenizer_of(vision.Family()).save_pretrained(folder)
     weights = folder / "model.safetensors"
-    _quantise(weights, settings)
+    _quantise(weights, settings, experts=content.get("expert_dtype", "fp8"))
     if "unread" in one:
         save_file(load_file(weights) | {one["unread"]: torch.ones(4)}, weights, {"format": "pt"})
     model = load_model(str(folder), CPU)
-    bound = ROUNDING.get(settings.get("quant_method", ""), 0.0)
+    bound = ROUNDING.get(content.get("expert_dtype") or settings.get("quant_method", ""), 0.0)
     for name, weight in model.network.state_dict().items():
         wanted = network.state_dict()[name]
         error = float((weight - wanted).abs().max())
@@ -96,21 +96,24 @@ def _load(one: dict[str, Any], folder: Path, seed: int) -> LoadedModel:
     return model
 
 
-def _quantise(path: Path, settings: dict[str, Any]) -> None:
-    """Rewrite a file of weights in a format."""
+def _quantise(path: Path, settings: dict[str, Any], experts: str) -> None:
+    """Rewrite a file of weights in a format, and its experts in another."""
     if settings.get("quant_method") == "mxfp4":
         pack_mxfp4(path)
     elif settings:
         found = {}
         for name, weight in load_file(path).items():
             base = name.removesuffix(".weight")
-            is_kept = weight.ndim != 2 or name.endswith(_UNQUANTISED)
-            size = settings["weight_block_size"][0]
-            found |= {name: weight} if is_kept else pack_fp8(base, weight, size)
+            if weight.ndim != 2 or not name.endswith(".weight") or re.search(_UNQUANTISED, name):
+                found[name] = weight
+            elif experts == "fp4" and ".experts." in name:
+                found |= pack_fp4(base, weight)
+            else:
+                found |= pack_fp8(base, weight, settings["weight_block_size"][0])
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, path)
 
 
-_UNQUANTISED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight")
+_UNQUANTISED = r"(embed|embed_tokens|head|gate|weights_proj)\.weight$|\.compressor\."
 
 
 def table() -> str:

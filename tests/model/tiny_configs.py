@@ -193,7 +193,13 @@ EXTRA |= {
     },
     "Qwen4ExpTextConfig": {"": _QSA},
     "Qwen4ExpConfig": {"": {"text_config": _QSA}},
-    "FalconConfig": {"": {}, "alibi": {"alibi": True}},
+    "FalconConfig": {
+        "": {},
+        "alibi": {"alibi": True},
+        "keys of every head": {"multi_query": False},
+        "new": {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "new, alibi": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True},
+    },
     "GPTNeoConfig": {"": {"attention_types": [[["global", "local"], 1]]}},
     "GraniteMoeHybridConfig": {
         "": {"layer_types": _LINEAR},
@@ -228,6 +234,22 @@ EXTRA |= {
         "": {},
         "wide values": {"v_head_dim": 32},
         "a wrong head_dim": {"head_dim": 16},  # 8 are rotated
+    },
+    "DeepseekV4Config": {
+        "": {
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 8,
+            },
+            "index_topk": 3,
+            "num_hidden_layers": 3,
+            "layer_types": [
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+                "sliding_attention",
+            ],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        },
     },
     "Llama4Config": {"": {"text_config": {"no_rope_layers": [1, 0]}}},
     "Llama4TextConfig": {"": {"no_rope_layers": [1, 0]}},

@@ -125,7 +125,8 @@ def run(engine: Engine) -> tuple[list[list[int]], list[list[float]]]:
     done = engine.generate(prompts(), params)
     if is_chunked and not engine.stats.num_preemptions:
         raise AssertionError("nothing was preempted")
-    has_common = engine.config.block_size <= NUM_SHARED  # blocks that two prompts begin with
+    # Blocks that two prompts begin with: of all groups.
+    has_common = engine.kv.pool.common_size <= NUM_SHARED
     if engine.kv.enable_caching and has_common and not engine.stats.num_hit_tokens:
         raise AssertionError("nothing was hit")
     if is_chunked and engine.num_host_blocks and not engine.stats.num_loads:

@@ -167,22 +167,34 @@ def _mxfp4(folder: Path) -> None:
     _settle(folder, {"quant_method": "mxfp4", "modules_to_not_convert": []})
 
 
+def pack_fp4(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """A matrix in FP4 with a scale for each 32 numbers of a row."""
+    codes, exponent = _fp4(weight)
+    packed, scale = codes.flatten(1).to(torch.int8), 2**exponent
+    return {f"{name}.weight": packed, f"{name}.weight_scale_inv": scale}
+
+
 def pack_mxfp4(path: Path) -> None:
     """Rewrite the experts of a file in MXFP4."""
-    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    levels = torch.cat([levels, -levels])
     found: dict[str, Tensor] = {}
     for name, weight in load_file(path).items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             found[name] = weight
             continue
-        groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
-        exponent = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
-        codes = (groups[..., None] * 2 ** -exponent[..., None] - levels).abs().argmin(-1)
-        low, high = codes[..., 0::2], codes[..., 1::2]
-        found[f"{name}_blocks"] = (low | high << 4).to(torch.uint8)
-        found[f"{name}_scales"] = (exponent[..., 0] + 127).to(torch.uint8)
+        codes, exponent = _fp4(weight.transpose(1, 2))
+        found[f"{name}_blocks"] = codes.to(torch.uint8)
+        found[f"{name}_scales"] = (exponent + 127).to(torch.uint8)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, path)
+
+
+def _fp4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of numbers of 4 bits, [..., groups, 16], and the exponent of each group of 32."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    groups = rows.unflatten(-1, (-1, 32))
+    exponent = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    levels = torch.cat([levels, -levels])
+    codes = (groups[..., None] * 2 ** -exponent[..., None] - levels).abs().argmin(-1)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, exponent[..., 0]
 
 
 def _gguf(kind: str) -> Callable[[Path], Path]:

@@ -16,6 +16,7 @@ CUT = {  # what may differ from the published config.json beside the ids of toke
     *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("num_hidden_layers", "n_layer", "depth", "layer_types", "hybrid_override_pattern"),
     *("first_k_dense_replace", "num_kv_shared_layers", "max_window_layers", "num_hash_layers"),
+    *("heavily_compressed_attention", "compressed_sparse_attention"),
     *("compress_ratios", "deepstack_visual_indexes", "fullatt_block_indexes"),
     *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "n_head"),
     *("num_heads", "head_dim", "global_head_dim", "qk_head_dim", "qk_nope_head_dim"),

@@ -112,7 +112,6 @@ def test_a_state_outside_the_cache_is_found_by_what_it_does_to_other_tokens(monk
         ("Rwkv", "layers 0-1 are RwkvBlock (a recurrent state outside Transformers' cache)"),
         ("RecurrentGemma", "RecurrentGemmaRecurrentBlock (a recurrent state outside"),
         ("InklingText", "InklingAttention: its attention gets position_bias, which a paged cache"),
-        ("DeepseekV4", "layers 0-1 are DeepseekV4HCACompressor (attention over keys made of"),
         ("Qwen4ExpText", "Qwen4ExpTextQSAIndexer (an index over groups of tokens, whose keys are"),
     ],
 )
