@@ -70,7 +70,8 @@ def attend_chosen(
         lengths[t] = min(count, length)
         at = chosen[t, : lengths[t]].long().cpu()
         slots[t, : lengths[t]] = tables[s, at // block_size] * block_size + at % block_size
-    tensors = [each.flatten(0, 1)[slots.flatten(), None] for each in _on_cpu(cache)]
+    whole = [each.detach().cpu().contiguous() for each in cache.tensors]
+    tensors = [each.flatten(0, 1)[slots.flatten(), None] for each in whole]
     scales = [None if each is None else each.cpu() for each in (cache.k_scale, cache.v_scale)]
     starts = [min(t, len(rows)) for t in range(num_rows + 1)]
     table = torch.arange(num_rows * count, dtype=torch.int32).view(num_rows, count)
@@ -83,8 +84,3 @@ def attend_chosen(
         count,
     )
     return oracle.attention(query, cache.layout.over(tensors, *scales), batch, terms)
-
-
-def _on_cpu(cache: KVCache) -> list[Tensor]:
-    """Contiguous copies of the tensors on the CPU, in their own dtypes."""
-    return [each.detach().cpu().contiguous() for each in cache.tensors]

@@ -25,10 +25,12 @@ import enum
 import functools
 import logging
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
+from model.control.clients import FairLimit
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.submission import Prompt, Submission
@@ -147,8 +149,8 @@ class AsyncEngine:
 
     Args:
         engine: the engine, or what makes one; that is called on the thread.
-        max_waiting: the most samples that may wait beside those that have a seat; None: any
-            number.
+        max_waiting: the most samples that may wait beside those that have a seat; where as many
+            do, each client may have an equal share (`FairLimit`). None: any number.
         stream_share: the most of the loop's time that handing out tokens may take: where many
             streams would take more, several tokens of each go together. A first token and an end
             never wait. 1: no token does.
@@ -182,7 +184,7 @@ class AsyncEngine:
         self._held: dict[int, tuple[TokenStream, Sample]] = {}  # have tokens to hand out, likewise
         self._pace = Pace(stream_share, now=self.host.now_s, worked=self.host.worked_s)
         self._timer: asyncio.TimerHandle | None = None
-        self._num_arriving = 0
+        self._counts = FairLimit()
         self._engine: EngineCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -223,7 +225,7 @@ class AsyncEngine:
     @property
     def num_open(self) -> int:
         """Samples that are unfinished, those on their way to the engine included. O(1)."""
-        return len(self._open) + self._num_arriving
+        return self._counts.total
 
     def start(self) -> None:
         """Start the thread, if that was not done; requests are taken from `ready` on. O(1)."""
@@ -269,15 +271,21 @@ class AsyncEngine:
             NotServingError: no requests are taken now.
         """
         arrived_s = self.host.now_s()
-        count = sum([each.params.n for each in asked])
-        if count < 1:
+        wanted: Counter[str | None] = Counter()
+        for each in asked:
+            wanted[each.client] += each.params.n
+        if not asked:
             raise InvalidArgumentError("prompt: wanted at least one, got none")
         self._check_serving()
-        self._check_room(len(asked), count)
-        with self._arriving(count):
+        self._check_room(len(asked), wanted)
+        self._counts.add(wanted)
+        try:
             every = await self._encode(asked)
             compiled = await self._compile(asked)
             self._check_serving()
+        except BaseException:
+            self._uncount(wanted)
+            raise
         params = [each.params for each in asked for _ in range(each.params.n)]
 
         def open_them(requests: list[Request]) -> TokenStream:
@@ -288,8 +296,7 @@ class AsyncEngine:
             compiled.clear()  # kept alive until here, so the engine did not compile them again
             return requests
 
-        self._num_arriving += count
-        return await self._ask(submit_them, open_them, num_arriving=count)
+        return await self._ask(submit_them, open_them, counted=wanted)
 
     def abort(self, stream: TokenStream) -> None:
         """End what is unfinished of a stream; its blocks are back before the next step. O(samples).
@@ -349,18 +356,18 @@ class AsyncEngine:
         if self._state is not EngineState.READY:
             raise NotServingError(f"engine: it takes no requests now (state: {self._state.value})")
 
-    def _check_room(self, num_prompts: int, num_samples: int) -> None:
+    def _check_room(self, num_prompts: int, wanted: Mapping[str | None, int]) -> None:
         if self._max_waiting is None:
             return
-        limit = self.engine.max_num_seqs + self._max_waiting
+        limit, num_samples = self.engine.max_num_seqs + self._max_waiting, sum(wanted.values())
         if num_prompts > limit:
             raise InvalidArgumentError(f"prompt: wanted at most {limit}, got {num_prompts}")
         if num_samples > limit:
             raise InvalidArgumentError(f"n: wanted at most {limit}, got {num_samples}")
-        if self.num_open + num_samples > limit:
+        if not self._counts.admits(wanted, limit):
             raise QueueFullError(
                 f"max_waiting: {self.num_open} requests run or wait, the limit is {limit} "
-                "(--max-num-seqs plus --max-waiting)"
+                "(--max-num-seqs plus --max-waiting), and this client has its share"
             )
 
     async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
@@ -389,32 +396,26 @@ class AsyncEngine:
             if grammar is not None
         ]
 
-    @contextlib.contextmanager
-    def _arriving(self, num_samples: int) -> Iterator[None]:
-        """Count samples that are not in the inbox yet."""
-        self._num_arriving += num_samples
-        try:
-            yield
-        finally:
-            self._num_arriving -= num_samples
-            self._tell_idle()
+    def _uncount(self, wanted: Mapping[str | None, int]) -> None:
+        self._counts.remove(wanted)
+        if self._idle is not None and not self._idle.done() and not self.num_open:
+            self._idle.set_result(None)
 
     async def _ask(
         self,
         run: Callable[[EngineCore], _T],
         settle: Callable[[_T], _U],
         *,
-        num_arriving: int = 0,
+        counted: Mapping[str | None, int] | None = None,
     ) -> _U:
         """Let the thread run something and the loop settle it; what came of that.
 
         It is settled before anything that a later step gives; a stream without a waiter is
-        closed.
+        closed. Samples that are `counted` are not any more if it fails.
         """
         waiter: asyncio.Future[_U] = asyncio.get_running_loop().create_future()
 
         def settled(result: _T) -> None:
-            self._num_arriving -= num_arriving
             value = settle(result)
             if waiter.done():
                 _close(value)
@@ -422,10 +423,9 @@ class AsyncEngine:
                 waiter.set_result(value)
 
         def failed(error: Exception) -> None:
-            self._num_arriving -= num_arriving
             if not waiter.done():
                 waiter.set_exception(error)
-            self._tell_idle()
+            self._uncount(counted or {})
 
         def command(engine: EngineCore) -> Callable[[], None]:
             return functools.partial(settled, run(engine))
@@ -524,7 +524,7 @@ class AsyncEngine:
         self._held.pop(sample.request.request_id, None)  # its end is sent with all that is new
         sample.finish_reason = reason
         self.observer.sample_ended(sample)
-        self._tell_idle()
+        self._uncount({sample.request.client: 1})
         return True
 
     def _fail_all(self, error: Exception) -> None:
@@ -532,10 +532,6 @@ class AsyncEngine:
         for stream, sample in list(self._open.values()):
             self._forget(sample, FinishReason.ERROR)
             stream.end(error)
-
-    def _tell_idle(self) -> None:
-        if self._idle is not None and not self._idle.done() and not self.num_open:
-            self._idle.set_result(None)
 
     def _made(self, engine: EngineCore) -> None:
         self._engine = engine

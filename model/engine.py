@@ -7,10 +7,10 @@ Does not know: how blocks are found (`kvcore`), how attention is computed (`back
 a command line.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import backends
 import kvcore
@@ -24,7 +24,7 @@ from model.control.request import Request
 from model.control.scheduler import Scheduler
 from model.control.submission import Submission
 from model.engine_core import EngineCore
-from model.errors import InvalidArgumentError, UnsupportedModelError
+from model.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from model.forward.batch_invariant import BatchInvariantNetwork
 from model.forward.draft_model import DraftModel
 from model.forward.image_encoder import ImageEncoder
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from model.control.tier_transfers import TierTransfers
     from model.forward.lora import Adapter
 
+_LINE_BYTES = 500  # of an error that another rank reports
 _TRIED_TOKENS = 32
 _TRIED = [  # what may be asked of a request; what is not tried waits for the first that asks it
     SamplingParams(ignore_eos=True),
@@ -347,6 +348,15 @@ class Engine(EngineCore):
             self.draft.empty_cache(enable_caching=enable_caching)
 
 
+class _Loaded(NamedTuple):
+    text: str
+    version: int
+
+
+class _Unloaded(NamedTuple):
+    name: str
+
+
 class TwinEngine(TwinCore, Engine):
     """An engine that runs on every rank of a network that was cut.
 
@@ -381,6 +391,59 @@ class TwinEngine(TwinCore, Engine):
         """
         with self._ranks.detecting_loss(or_fail=True):
             return super().prepare()
+
+    def add_adapter(self, adapter: "Adapter") -> None:
+        """As an engine's, on all ranks or on none; the others read its files meanwhile.
+
+        Raises:
+            ModelError: as an engine's, or another rank cannot add it.
+            RankLostError: another rank is gone.
+        """
+        self._tell(_Loaded(adapter.text, adapter.version))
+        error = self._try_adapter(lambda: adapter)
+        if error is not None:
+            raise error
+
+    def remove_adapter(self, name: str) -> None:
+        """As an engine's; the other ranks do it before their next step."""
+        super().remove_adapter(name)
+        self._said.append(_Unloaded(name))
+
+    def _obey(self, said: object, note: Callable[[list[Request]], object]) -> None:
+        match said:
+            case _Loaded():
+                self._try_adapter(lambda: self._read_equal(said))
+            case _Unloaded():
+                super().remove_adapter(said.name)
+            case _:
+                super()._obey(said, note)
+
+    def _read_equal(self, said: "_Loaded") -> "Adapter":
+        adapter = self.read_adapter(said.text)
+        if adapter.version != said.version:
+            raise ModelNotFoundError(
+                f"lora: {adapter.name}: wanted the files of rank 0, got others"
+            )
+        return adapter
+
+    def _try_adapter(self, read: Callable[[], "Adapter"]) -> Exception | None:
+        """Add an adapter on this rank, unless that fails on any; the error of this one or that."""
+        own: Exception | None = None
+        name = ""
+        try:
+            adapter = read()
+            super().add_adapter(adapter)
+            name = adapter.name
+        except Exception as error:  # noqa: BLE001  # of broken files it may be any
+            own = error
+        line = b"" if own is None else str(own).encode(errors="replace")[:_LINE_BYTES] or b"?"
+        lines = self._ranks.all_gather(line.ljust(_LINE_BYTES, b"\0"))
+        failed = [rank for rank, each in enumerate(lines) if each.strip(b"\0")]
+        if own is not None or not failed:
+            return own
+        super().remove_adapter(name)
+        text = lines[failed[0]].strip(b"\0").decode(errors="replace")
+        return ModelNotFoundError(f"lora: rank {failed[0]} cannot add it: {text}")
 
 
 def engine_of(
@@ -427,9 +490,11 @@ def _image_encoder(
 
 
 def _add_adapters(network: PagedNetwork, model: LoadedModel, config: EngineConfig) -> None:
-    if model.ranks is not None:
-        raise UnsupportedModelError("lora: wanted a whole network, several ranks share this one")
     adapters = [network.read_adapter(text) for text in config.lora]
+    if model.ranks is not None and adapters:
+        versions = b"".join([one.version.to_bytes(8, "little") for one in adapters])
+        if len({*model.ranks.all_gather(versions)}) > 1:
+            raise ModelNotFoundError("lora: wanted the same files on every rank, they differ")
     network.allow_adapters(config.max_loras, config.max_lora_rank, adapters)
 
 

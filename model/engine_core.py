@@ -291,10 +291,6 @@ class EngineCore:
         self._watch = recorder
         return recorder
 
-    def stop_recording(self) -> None:
-        """Record no more steps; what was recorded stays with its recorder. O(1)."""
-        self._watch = Unwatched()
-
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Queue a prompt, to be continued once; as `submit`. O(prompt).
 

@@ -276,15 +276,12 @@ class LLM:
         first = messages[0] if messages else None
         chats = [messages] if isinstance(first, Mapping) else messages
         return self.generate(
-            [self._read_chat(chat) for chat in chats],  # type: ignore[arg-type]  # one or the other
+            [_Read(*self.engine.encode_chat(*take_images(chat))) for chat in chats],  # type: ignore[arg-type]  # one or the other
             sampling_params,
             cache_salt=cache_salt,
             lora_name=lora_name,
             use_tqdm=use_tqdm,
         )
-
-    def _read_chat(self, chat: Chat) -> "_Read":
-        return _Read(*self.engine.encode_chat(*take_images(chat)))
 
 
 @dataclass(frozen=True, slots=True)

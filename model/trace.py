@@ -178,7 +178,7 @@ class StepRecorder:
         self.done(SCHEDULE)
         decodes = sum(
             [
-                chunk.num_tokens if chunk.drafts else _is_decode(chunk.num_tokens, chunk.samples)
+                chunk.num_tokens if chunk.drafts else chunk.num_tokens == 1 and chunk.samples
                 for chunk in step.chunks
             ]
         )
@@ -357,7 +357,3 @@ def _span_event(
 def _time(event: dict[str, object]) -> float:
     when = event["ts"]
     return when if isinstance(when, float) else 0.0
-
-
-def _is_decode(num_tokens: int, samples: bool) -> bool:  # noqa: FBT001  # two fields of a chunk
-    return num_tokens == 1 and samples

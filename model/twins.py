@@ -15,7 +15,7 @@ Does not know: how a network is cut (`ranks/parallel.py`), who asks.
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 
 from model.control.request import Request
@@ -36,11 +36,15 @@ class _Emptied(NamedTuple):
 
 
 class _Tended(NamedTuple):
-    """No step follows what was said before: transfers go on."""
+    """Transfers go on while no step runs."""
 
 
 class _Ended(NamedTuple):
     goes_on: bool
+
+
+class _Aside(list[object]):
+    """What is done without a step afterwards."""
 
 
 def _forget(requests: list[Request]) -> None:
@@ -93,7 +97,7 @@ class TwinCore(EngineCore):
         with ranks.detecting_loss(or_fail=True):
             super().__init__(*made)
         self._is_checked = is_checked
-        self._said: list[Submission | _Aborted | _Emptied | _Tended] = []
+        self._said: list[object] = []
 
     @property
     def leads(self) -> bool:
@@ -138,8 +142,7 @@ class TwinCore(EngineCore):
     def tend(self) -> None:
         """As an engine's, on all ranks; while requests are unfinished, steps do it."""
         if self.tiers is not None and self.tiers.is_busy and not self.has_unfinished:
-            self._ranks.broadcast([*self._said, _Tended()])
-            self._said = []
+            self._tell(_Tended())
             super().tend()
 
     def end(self, *, goes_on: bool = False) -> None:
@@ -165,27 +168,32 @@ class TwinCore(EngineCore):
             RanksDivergedError: the ranks' block tables differ.
         """
         while not isinstance(said := self._ranks.broadcast(), _Ended):
-            is_step = True
             for each in said if isinstance(said, list) else ():
-                if isinstance(each, Submission):
-                    note(super().submit(each))
-                elif isinstance(each, _Emptied):
-                    super().empty_cache(enable_caching=each.enable_caching)
-                elif isinstance(each, _Tended):
-                    is_step = False
-                    super().tend()
-                else:
-                    super().abort(self._unfinished(each.request_id))
-            if not is_step:
-                continue
-            try:
-                self._step()
-            except StalledError:  # the first rank's caller decides what becomes of it
-                continue
+                self._obey(each, note)
+            if not isinstance(said, _Aside):
+                with suppress(StalledError):  # the first rank's caller decides what becomes of it
+                    self._step()
         super().end(goes_on=said.goes_on)
         if not said.goes_on:
             self._ranks.disarm()
         return said.goes_on
+
+    def _tell(self, said: object) -> None:
+        """Have the other ranks do this now, and not before their next step. One message."""
+        self._ranks.broadcast(_Aside([*self._said, said]))
+        self._said = []
+
+    def _obey(self, said: object, note: Callable[[list[Request]], object]) -> None:
+        """Do what the first rank has done."""
+        match said:
+            case Submission():
+                note(super().submit(said))
+            case _Emptied():
+                super().empty_cache(enable_caching=said.enable_caching)
+            case _Tended():
+                super().tend()
+            case _Aborted():
+                super().abort(self._unfinished(said.request_id))
 
     def _unfinished(self, request_id: int) -> Request:
         """The request of this number, which the first rank has found unfinished. O(num_unfinished).

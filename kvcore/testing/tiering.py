@@ -250,7 +250,8 @@ class _Run:
     def _fault(self, name: str) -> None:
         self.seen[name] += 1
         if name in ("flip", "swap"):
-            there = [key for key in self.since if key not in self._moving()]
+            moving = {move.key for job in self.jobs.values() for move in job.moves}
+            there = [key for key in self.since if key not in moving]
             if len(there) > 1:
                 self._damage(name, self.draw.sample(there, 1 if name == "flip" else 2))
         elif name == "fill":
@@ -305,9 +306,6 @@ class _Run:
         self._start()
 
     # Jobs
-
-    def _moving(self) -> set[bytes]:
-        return {move.key for job in self.jobs.values() for move in job.moves}
 
     def _begin(self, keys: list[bytes], *, is_store: bool) -> _Job | None:
         """Choose rows; None: too few are free."""

@@ -98,17 +98,13 @@ def plan_host_blocks(
                 f"got {asked}"
             )
         return asked // block_bytes
-    weights, device = _weights_a_token(network), _device_type(network)
+    weights, device = _weights_a_token(network), next(network.parameters()).device.type
     if weights <= layout.token_bytes * _WEIGHTS_PER_BYTE.get(device, 0.0):
         return 0
     limits = [_DEFAULT_BYTES, memory.kv_bytes // _DEFAULT_SHARE]
     if free_bytes is not None:
         limits.append(free_bytes // _DEFAULT_SHARE)
     return min(limits) // block_bytes
-
-
-def _device_type(network: nn.Module) -> str:
-    return next(network.parameters()).device.type
 
 
 def _weights_a_token(network: nn.Module) -> float:

@@ -204,7 +204,7 @@ def _follow(model: LoadedModel, engine: TwinEngine) -> int:
         requests: list[Request] = []
         if engine.follow(requests.extend):  # it is verified
             for index, request in enumerate(requests):
-                find_mismatch(model, index, request)
+                find_mismatch(model, index, request, engine.network.adapters)
             if model.ranks is not None:
                 model.ranks.disarm()
     return 0

@@ -1,4 +1,4 @@
-"""Fair order between clients: the place of a new request in the order of the scheduler.
+"""Fairness between clients: the order of their requests, and how many may be there.
 
 The requests of each client take turns with those of the others, so that a client with hundreds of
 requests delays mostly itself. The scheme is start-time fair queueing (Goyal, Vin and Cheng 1996) at
@@ -11,6 +11,11 @@ Counting tokens instead, as Sheng et al. 2024 do (arXiv:2401.00588), would be fa
 differ much; places would then change after arrival, and the proof that every request ends rests on
 places that do not.
 
+When all clients together have reached a limit, a request is refused only if it would give its
+client more than an equal share of it. So a client that fills the queue gets no other one refused.
+The k-th client that comes has `limit // k` above the limit at most, and all together never have
+more than `limit + limit // 2 + limit // 3 + ... + 1`: 7.3 times a limit of 1,280.
+
 Invariants:
 - a client's unfinished requests are in the order of their arrival;
 - with one client, or none named, so are all;
@@ -22,6 +27,7 @@ Does not know: which requests run, who a client is.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
 
 class FairOrder:
@@ -55,3 +61,40 @@ class FairOrder:
         self._num_unfinished[client] -= 1
         if not self._num_unfinished[client]:
             del self._num_unfinished[client], self._last[client]
+
+
+class FairLimit:
+    """Counts the requests of each client, and says which further ones are too many.
+
+    Attributes:
+        total: the requests of all clients.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._counts: Counter[str | None] = Counter()
+
+    def add(self, wanted: Mapping[str | None, int]) -> None:
+        """Count further requests, by client. O(len(wanted))."""
+        self.total += sum(wanted.values())
+        self._counts.update(wanted)
+
+    def remove(self, wanted: Mapping[str | None, int]) -> None:
+        """Count requests no longer. O(len(wanted))."""
+        self.total -= sum(wanted.values())
+        for client, count in wanted.items():
+            self._counts[client] -= count
+            if not self._counts[client]:
+                del self._counts[client]
+
+    def admits(self, wanted: Mapping[str | None, int], limit: int) -> bool:
+        """Whether further requests may be added. O(number of clients).
+
+        Args:
+            wanted: how many, by client.
+            limit: of all together, above which each client has an equal share of it.
+        """
+        if self.total + sum(wanted.values()) <= limit:
+            return True
+        share = limit // len(self._counts.keys() | wanted.keys())
+        return all(self._counts[client] + count <= share for client, count in wanted.items())

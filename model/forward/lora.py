@@ -14,7 +14,8 @@ Invariants: each product of an adapter is applied once to every token of its req
 through the network shows beforehand; a row without an adapter gets a zero; the matrices never move,
 so what was captured or compiled sees an adapter that is loaded later; keys and values are shared in
 the prefix cache only between requests with equal weights of the adapter: its digest is part of
-their namespace.
+their namespace. Of a network that is split over several ranks an adapter is split like its layers:
+each rank has the part beside its own part of a weight, and what it adds joins the layer's sum.
 
 Does not know: the scheduler, sampling, where a request's prompt came from.
 """
@@ -42,6 +43,7 @@ from model.control.step import Chunk
 from model.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError, shown
 from model.load.checkpoint import read_object, reason
 from model.load.probes import run_probe
+from model.ranks.parallel import Cut
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -84,22 +86,35 @@ class Adapter:
     """An adapter, read.
 
     Attributes:
+        text: what `read_adapter` was given.
         name: under which requests ask for it.
         version: a digest of its files, 64 bits.
-        products: by the path of the linear layer in the network.
+        products: by the path of the linear layer in the network; this rank's parts.
     """
 
+    text: str
     name: str
     version: int
     products: Mapping[str, Product]
 
+    def cut(self, cuts: Mapping[str, Cut]) -> "Adapter":
+        """A rank's part of this whole one. O(its weights)."""
+        products = {
+            path: Product(*cuts[path](one.down, one.up)) if path in cuts else one
+            for path, one in self.products.items()
+        }
+        return replace(self, products=products)
 
-def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
+
+def read_adapter(
+    text: str, network: PreTrainedModel, cuts: Mapping[str, Cut] | None = None
+) -> Adapter:
     """Read `NAME=PATH`, the folder of an adapter as PEFT's `save_pretrained` writes it.
 
     Args:
         text: the name and the folder.
         network: the base model; the products get its device and dtype.
+        cuts: how ranks split its linear layers, by their paths; None: it is whole.
 
     Raises:
         InvalidArgumentError: the text is not of that form, or UTF-8 cannot encode the name.
@@ -119,7 +134,7 @@ def read_adapter(text: str, network: PreTrainedModel) -> Adapter:
     stored = _weights(name, folder / _WEIGHTS)
     halves = _halves(name, folder / _WEIGHTS, stored)
     products = {path: _product(name, path, both, config, network) for path, both in halves.items()}
-    return Adapter(name, _version(folder, stored), products)
+    return Adapter(text, name, _version(folder, stored), products).cut(cuts or {})
 
 
 def read_versions(texts: Sequence[str]) -> dict[str, int]:
@@ -284,11 +299,14 @@ class _Halves:
     up: nn.Parameter
 
     @classmethod
-    def beside(cls, layer: nn.Linear, columns: int, dtype: torch.dtype) -> "_Halves":
-        """Zeros for a layer."""
+    def beside(
+        cls, layer: nn.Linear, columns: int, dtype: torch.dtype, cut: Cut | None
+    ) -> "_Halves":
+        """Zeros for a layer, or for a rank's part of it."""
         zeros = partial(torch.zeros, dtype=dtype, device=layer.weight.device)
-        sizes = (columns, layer.in_features), (layer.out_features, columns)
-        return cls(*[nn.Parameter(zeros(size), requires_grad=False) for size in sizes])
+        halves = zeros((columns, layer.in_features)), zeros((layer.out_features, columns))
+        halves = halves if cut is None else cut(*halves)
+        return cls(*[nn.Parameter(half, requires_grad=False) for half in halves])
 
     def write(self, columns: slice, product: Product | None) -> None:
         """Overwrite the product of a slot; None: it has none."""
@@ -309,13 +327,19 @@ class Adapters:
         num_slots: the most adapters at once.
         rank: the most of an adapter.
         paths: of the layers that adapters may change; None: all linear layers of the decoder.
+        cuts: how ranks split linear layers, by their paths.
 
     Raises:
         InvalidArgumentError: the device has too little memory.
     """
 
     def __init__(
-        self, network: PreTrainedModel, num_slots: int, rank: int, paths: Collection[str] | None
+        self,
+        network: PreTrainedModel,
+        num_slots: int,
+        rank: int,
+        paths: Collection[str] | None,
+        cuts: Mapping[str, Cut],
     ) -> None:
         self.num_slots = num_slots
         self._rank = rank
@@ -334,8 +358,10 @@ class Adapters:
                 layer = network.get_submodule(path)
                 if isinstance(layer, nn.Linear) and self._calls.get(path) == [_PROBED_TOKENS]:
                     dtype = _dtype_of(layer, network)
-                    halves = self._halves[path] = _Halves.beside(layer, len(columns), dtype)
-                    layer.register_forward_hook(partial(self._add, halves))
+                    halves = _Halves.beside(layer, len(columns), dtype, cuts.get(path))
+                    self._halves[path] = halves
+                    # Before a hook that sums up the ranks' parts.
+                    layer.register_forward_hook(partial(self._add, halves), prepend=True)
         except torch.OutOfMemoryError as error:
             raise InvalidArgumentError(
                 f"lora: {num_slots} adapters of rank {rank} do not fit into the memory of "
@@ -400,6 +426,7 @@ class Adapters:
                 calls = self._calls.get(path, [])
                 what = "is called several times" if len(calls) > 1 else "is not called"
                 what = "computes only some of the tokens" if len(calls) == 1 else what
+                what = "does more than multiply" if calls == [0] else what
                 raise UnsupportedModelError(
                     f"lora: {adapter.name}: wanted layers that compute each token once, "
                     f"{path} of {type(self._network).__name__} {what}"
@@ -536,17 +563,22 @@ def _noise(like: Tensor) -> Tensor:
 
 
 def _calls_of(network: PreTrainedModel) -> dict[str, list[int]]:
-    """How many rows each linear layer of the decoder gets in its calls. One pass of few tokens."""
+    """How many rows each linear layer of the decoder gets in its calls. One pass of few tokens.
+
+    0: its output is more than a product, as of the routers of some experts.
+    """
     calls: dict[str, list[int]] = {}
     hooks = []
     for path, layer in network.named_modules():
         if isinstance(layer, nn.Linear) and _IN_A_LAYER.search(path):
             rows = calls[path] = []
 
-            def note(_: nn.Module, args: tuple[Tensor, ...], rows: list[int] = rows) -> None:
-                rows.append(args[0].shape[:-1].numel())
+            def note(
+                _: nn.Module, args: tuple[Tensor, ...], output: object, rows: list[int] = rows
+            ) -> None:
+                rows.append(args[0].shape[:-1].numel() if isinstance(output, Tensor) else 0)
 
-            hooks.append(layer.register_forward_pre_hook(note))
+            hooks.append(layer.register_forward_hook(note))
     try:
         run_probe(network, network.device, _PROBED_TOKENS)
     finally:

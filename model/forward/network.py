@@ -23,6 +23,7 @@ from model.attention.attention import PagedPass, logits_of
 from model.attention.batch import StepTensors
 from model.attention.compressed import Completed, PagedEntries, none_complete
 from model.attention.latents import absorb
+from model.attention.own_code import has_alibi
 from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
@@ -105,6 +106,7 @@ class PagedNetwork:
     def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
         self._network = model.network
         self._is_whole = model.ranks is None  # ranks trace all together, or none does
+        self._cuts = model.cuts
         self._backend = backend
         self.rope = rope_switch(self._network)
         absorb(self._network, backend.capabilities.max_latent_dim)
@@ -190,11 +192,16 @@ class PagedNetwork:
         )
 
     def check_stores(self, dtype: torch.dtype) -> None:
-        """Raise unless the backend supports quantised caches of this dtype. O(1).
+        """Raise unless the network and the backend support quantised caches of this dtype. O(1).
 
         Raises:
-            UnsupportedModelError: it does not.
+            UnsupportedModelError: one of them does not.
         """
+        if has_alibi(self._network):
+            raise UnsupportedModelError(
+                f"kv_dtype: {type(self._network).__name__} has ALiBi, and caches of {dtype} cannot "
+                f"hold its positions: leave out --kv-dtype"
+            )
         if dtype not in self._backend.capabilities.quantised:
             known = ", ".join(map(str, self._backend.capabilities.quantised)) or "none"
             raise UnsupportedModelError(
@@ -393,7 +400,7 @@ class PagedNetwork:
         ranks = [len(one.down) for each in adapters for one in each.products.values()]
         rank = max_rank or max([*ranks, 0 if most is None else _LEAST_RANK])
         paths = None if most is not None else products.keys()
-        self.adapters = Adapters(self._network, most or len(adapters), rank, paths)
+        self.adapters = Adapters(self._network, most or len(adapters), rank, paths, self._cuts)
         for adapter in adapters:
             self.adapters.add(adapter)
 
@@ -405,7 +412,7 @@ class PagedNetwork:
             ModelNotFoundError: it is not there, or broken.
             UnsupportedModelError: it cannot be applied to this network exactly.
         """
-        return read_adapter(text, self._network)
+        return read_adapter(text, self._network, self._cuts)
 
     def add_adapter(self, adapter: Adapter, in_use: Iterable[kvcore.Namespace] = ()) -> None:
         """Let requests ask for an adapter. O(its layers), between two steps.

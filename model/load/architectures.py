@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from model.attention.attention import IMPLEMENTATION
+from model.attention.own_code import OWN_CODE, follow_own_code
 from model.errors import UnsupportedModelError
 from model.load.probes import probe_layers
 from model.load.recurrence import find_states
@@ -115,6 +116,7 @@ def check_architecture(
         ) from error
     kinds: Sequence[str] = getattr(text_config, "layer_types", None) or ()
     takes_backends = getattr(network_type, "_supports_attention_backend", False)
+    takes_backends |= config.model_type in OWN_CODE
     served = takes_backends and _SERVED.issuperset(kinds)
     if not served and not _has_states(config):
         raise UnsupportedModelError(f"{architecture}: {_layers(config, own_name, kinds)}")
@@ -191,13 +193,11 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
 
 
 def _own_code(config: PreTrainedConfig) -> str:
-    """What attention by code of its own does to logits or queries, by the names in its file."""
+    """What attention by code of its own does to queries, by the names in its file."""
     network_type = _network_class(config)
     module = None if network_type is None else sys.modules.get(network_type.__module__)
-    names = " ".join(vars(module)).lower() if module is not None else ""
-    if "alibi" in names and getattr(config, "alibi", True):
-        return " with ALiBi biases"
-    return " with rotations of their own" if "rotary" in names else ""
+    is_rotary = module is not None and "rotary" in " ".join(vars(module)).lower()
+    return " with rotations of their own" if is_rotary else ""
 
 
 def _kind(name: str) -> str:
@@ -241,8 +241,11 @@ def _network_without_weights(
     """
     with torch.device("meta"):
         network: PreTrainedModel = auto_class(config).from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention
+            copy.deepcopy(config), dtype=torch.bfloat16
         )
+    if attention is not None:  # not before: some classes choose their modules by it
+        follow_own_code(network)
+        network.set_attn_implementation(attention)
     network.train(mode=False)
     return network
 

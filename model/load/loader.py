@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ from model.load.quantised import (
     padding_blocks,
 )
 from model.load.text import TextStream
-from model.ranks.parallel import Sums, check_cut, shard_network
+from model.ranks.parallel import Cut, Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -100,6 +100,7 @@ class LoadedModel:
         ranks: the processes that share the network; None: it is whole.
         draft: a smaller model of the same vocabulary for speculative decoding.
         images: makes tokens and tensors of prompts with images.
+        cuts: how the ranks split each linear layer, by its path; the others are whole.
     """
 
     name: str
@@ -111,6 +112,7 @@ class LoadedModel:
     ranks: Ranks | None = None
     draft: "LoadedModel | None" = None
     images: ImageCodec | NoImages = NoImages("this model reads text alone")  # noqa: RUF009
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     def open_text(self, params: SamplingParams) -> TextStream:
         """Start a text that this model writes. O(1)."""
@@ -152,13 +154,14 @@ def load_model(
     stored, shapes = _check_network(source, config, found)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cuts: Mapping[str, Cut] = {}
     if ranks is None:
         network = _load_network(source, config, dtype, device, stored, shapes, found)
     else:
         sums = Sums(dtype, device, ranks)  # all ranks at once, so before they take turns
         ranks.wait_turn()
         network = _load_network(source, config, dtype, device, stored, shapes, found)
-        shard_network(network, ranks, sums)
+        cuts = shard_network(network, ranks, sums)
     nn.Module.to(network, device)
     if ranks is not None:
         ranks.end_turn()
@@ -167,7 +170,7 @@ def load_model(
     images: ImageCodec | NoImages = NoImages(f"{name!r} is one file of text alone")
     if source.gguf is None:  # each rank has the whole vision tower
         images = load_images(source.name, source.options, network, codec)
-    return wrap_network(name, network, codec, ranks, images)
+    return replace(wrap_network(name, network, codec, ranks, images), cuts=cuts)
 
 
 def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:

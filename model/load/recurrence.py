@@ -15,6 +15,7 @@ from kvcore.adapters.recurrent import BackendOperations, use_pytorch
 from model.attention.attention import IMPLEMENTATION, follow_layers
 from model.attention.compressed import follow_compressors
 from model.attention.indexer import follow_indexers
+from model.attention.own_code import follow_own_code
 from model.errors import UnsupportedModelError
 
 
@@ -48,6 +49,7 @@ def probe_recurrence(network: PreTrainedModel, backend: backends.Backend) -> rec
 
 
 def _attend(network: PreTrainedModel, device: torch.device) -> None:
+    follow_own_code(network)
     network.set_attn_implementation(IMPLEMENTATION)
     follow_layers(network)
     follow_indexers(network)

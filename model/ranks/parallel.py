@@ -17,18 +17,22 @@ Does not know: caches (they follow from the heads that a probe sees), requests, 
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory as symmetric_memory
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from model.errors import RankLostError, UnsupportedModelError
 from model.ranks.ranks import Ranks
 
-__all__ = ["Sums", "check_cut", "shard_network"]
+__all__ = ["Cut", "Sums", "check_cut", "shard_network"]
+
+Cut = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""This rank's parts of two whole matrices whose product is added to the weight of a linear layer:
+[rank, in_features] and [out_features, rank]."""
 
 _OPS = torch.ops._c10d_functional  # noqa: SLF001  # collectives that can be traced
 _ALIGNMENT = 16  # bytes per read of the kernel
@@ -44,18 +48,25 @@ _FUSED = {"qkv_proj", "query_key_value"}
 _GROUPS = "num_key_value_groups"
 
 
-def shard_network(network: PreTrainedModel, ranks: Ranks, sums: "Sums") -> None:
+def shard_network(network: PreTrainedModel, ranks: Ranks, sums: "Sums") -> dict[str, Cut]:
     """Keep only this rank's part of a network. O(parameters).
 
+    Modules that compute a part of a sum, or of an output, get a hook that completes it.
+
     Args:
-        network: whole, equal on every rank; its modules are replaced as the plan says.
+        network: whole, equal on every rank; its modules are changed as the plan says.
         ranks: the processes that share it.
         sums: all-reduces on the network's device.
+
+    Returns:
+        How each linear layer was cut, by its path; those that are whole on every rank are not here.
 
     Raises:
         UnsupportedModelError: it has no plan, or the plan does not fit the number of ranks.
     """
-    _Sharding(network, _plan_of(network, ranks), ranks, sums).run()
+    sharding = _Sharding(network, _plan_of(network, ranks), ranks, sums)
+    sharding.run()
+    return sharding.cuts
 
 
 def _plan_of(network: PreTrainedModel, ranks: Ranks) -> Mapping[str, str]:
@@ -136,6 +147,7 @@ class _Sharding:
         self, network: PreTrainedModel, plan: Mapping[str, str], ranks: Ranks, sums: Sums
     ) -> None:
         self._network, self._plan, self._ranks, self._sums = network, plan, ranks, sums
+        self.cuts: dict[str, Cut] = {}
         config = network.config.get_text_config()
         self._is_sparse = any(getattr(config, "activation_sparsity_pattern", None) or ())
         # Gemma 4's layers differ: {number of a layer: its configuration}
@@ -227,20 +239,56 @@ class _Sharding:
             for own, parameter in list(module.named_parameters(recurse=False)):
                 self._cut_parameter(name, module, own, parameter, style)
         elif isinstance(module, nn.Linear) and style in _GATHERED:
-            self._replace(name, _GatheredLinear(module, self._ranks, self._sums.group))
+            self._gather_outputs(name, module)
         elif isinstance(module, nn.Linear) and style in _SUMMED:
-            weight = self._part(f"{name}.weight", module.weight, -1)
-            splits = style == "rowwise_split_input"
-            summed = _SummedLinear(weight, module.bias, self._ranks, self._sums, splits=splits)
-            self._replace(name, summed)
+            self._sum_outputs(name, module, splits=style == "rowwise_split_input")
         else:
             raise self._unknown(name, style)
 
     def _cut_parameter(
         self, name: str, module: nn.Module, own: str, parameter: Tensor, style: str
     ) -> None:
-        part = self._part_of(f"{name}.{own}", parameter, style)
-        module.register_parameter(own, _parameter(part))
+        part_of = partial(self._part_of, f"{name}.{own}", style=style)
+        module.register_parameter(own, _parameter(part_of(parameter)))
+        if own == "weight" and isinstance(module, nn.Linear):
+            is_inward = style.endswith("rowwise")
+            self.cuts[name] = lambda down, up: (
+                (part_of(down), up) if is_inward else (down, part_of(up))
+            )
+
+    def _sum_outputs(self, name: str, layer: nn.Linear, *, splits: bool) -> None:
+        """Give each rank some columns of the input; `splits`: it is whole on every rank."""
+        self._cut_parameter(name, layer, "weight", layer.weight, "rowwise")
+        bias: Tensor | None = layer.bias
+        if bias is not None and not self._ranks.leads:  # the sum has it once
+            layer.bias = _parameter(torch.zeros_like(bias))
+        if splits:
+            width = layer.weight.shape[1]
+            start = self._ranks.rank * width
+
+            def narrow(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+                return (args[0].narrow(-1, start, width),)
+
+            layer.register_forward_pre_hook(narrow)
+        self._hook(layer, "all_reduce")
+
+    def _gather_outputs(self, name: str, layer: nn.Linear) -> None:
+        """Give each rank some rows of the output, such as the logits, and gather them.
+
+        Rows of zeros pad the last rank's part if the number of rows is not divisible.
+        """
+        size, group, num_rows = self._ranks.size, self._sums.group, layer.out_features
+        part_of = partial(_padded_part, ranks=self._ranks)
+        for own, parameter in list(layer.named_parameters(recurse=False)):
+            layer.register_parameter(own, _parameter(part_of(parameter)))
+        self.cuts[name] = lambda down, up: (down, part_of(up))
+
+        def gather(_module: nn.Module, _args: object, part: Tensor) -> Tensor:
+            parts = _all_gather(part.reshape(1, -1), size, group)
+            whole = parts.view(size, *part.shape).movedim(0, -2).flatten(-2)
+            return whole[..., :num_rows]
+
+        layer.register_forward_hook(gather)
 
     def _hook(self, module: nn.Module, style: str) -> None:
         sums, size = self._sums, self._ranks.size
@@ -321,48 +369,6 @@ class _Sharding:
         return UnsupportedModelError(
             f"--tp: Transformers' plan splits {name} by {style!r}, which is not supported here"
         )
-
-
-class _SummedLinear(nn.Module):
-    """A linear layer with split inputs: each rank has some columns, and the results are summed."""
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, ranks: Ranks, sums: Sums, *, splits: bool
-    ) -> None:
-        super().__init__()
-        self.weight = _parameter(weight)
-        self.bias = None if bias is None else _parameter(bias)
-        self._start = ranks.rank * weight.shape[1] if splits else None
-        self._sums = sums
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """`[..., columns of this rank]`, or all of them, to `[..., rows]`."""
-        if self._start is not None:
-            inputs = inputs.narrow(-1, self._start, self.weight.shape[1])
-        output = self._sums(functional.linear(inputs, self.weight))
-        return output if self.bias is None else output + self.bias
-
-
-class _GatheredLinear(nn.Module):
-    """A linear layer whose outputs are split and gathered, such as the one of the logits.
-
-    Rows of zeros pad the last rank's part if the number of rows is not divisible.
-    """
-
-    def __init__(self, whole: nn.Linear, ranks: Ranks, group: str) -> None:
-        super().__init__()
-        self.out_features, self.in_features = whole.out_features, whole.in_features
-        self.weight = _parameter(_padded_part(whole.weight, ranks))
-        bias: Tensor | None = whole.bias
-        self.bias = None if bias is None else _parameter(_padded_part(bias, ranks))
-        self._group, self._size = group, ranks.size
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
-        part = functional.linear(inputs, self.weight, self.bias)
-        parts = _all_gather(part.reshape(1, -1), self._size, self._group)
-        whole = parts.view(self._size, *part.shape).movedim(0, -2).flatten(-2)
-        return whole[..., : self.out_features]
 
 
 class _RowwiseEmbedding(nn.Module):

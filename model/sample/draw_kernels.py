@@ -36,18 +36,9 @@ _SHIFTS = {torch.bfloat16: 16, torch.float16: 13}
 
 _STRIDES = ["count", "sharpness_stride", "reach_stride"]
 _POINTERS = [
-    "best",
-    "sharpness",
-    "reach",
-    "numbers",
-    "tokens",
-    "which",
-    "sums",
-    "peaks",
-    "taken",
-    "coarse",
+    "best", "sharpness", "reach", "numbers", "tokens", "which", "sums", "peaks", "taken", "coarse",
     "bins",
-]
+]  # fmt: skip
 
 
 def _inner(function: Any) -> Any:  # noqa: ANN401  # Triton has no types

@@ -78,7 +78,8 @@ class ServeConfig:
     )
     max_waiting: int = setting(
         1024,
-        help="largest number of waiting requests; further ones are refused with status 429",
+        help="largest number of waiting requests; above it, status 429 is the answer to a request "
+        "that would give its client more than an equal share",
         least=0,
     )
     client_by: Literal["address", "user"] = setting(

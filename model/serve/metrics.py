@@ -11,10 +11,9 @@ Does not know: routes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import (
@@ -34,10 +33,11 @@ from model.control.tier_transfers import TierTransfers
 from model.token_stream import Sample
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from kvcore.tiers import PeerServerStats, PeerTier, Tier
+    from kvcore.tiers import PeerServerStats, PeerTier
     from model.engine_core import EngineCore
 
-_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
+_Values = Mapping[tuple[str, ...], float]
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _FIRST_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -50,6 +50,22 @@ _WHOLE_S = (
     0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+_OF_A_TIER: tuple[tuple[_Kind, str, str, str], ...] = (
+    (CounterMetricFamily, "hits", "Copies that were loaded.", "num_hits"),
+    (CounterMetricFamily, "stores", "Copies that were written.", "num_stored"),
+    (CounterMetricFamily, "evictions", "Copies that gave way to others.", "num_evicted"),
+    (CounterMetricFamily, "read_bytes", "Bytes loaded.", "read_bytes"),
+    (CounterMetricFamily, "written_bytes", "Bytes written.", "written_bytes"),
+    (GaugeMetricFamily, "copies", "Copies that a tier has.", "num_records"),
+    (GaugeMetricFamily, "used_bytes", "Bytes that it takes.", "used_bytes"),
+    (GaugeMetricFamily, "capacity_bytes", "The most that it may take.", "capacity_bytes"),
+    (
+        GaugeMetricFamily,
+        "enabled",
+        "0 once its device failed, or while its peer is away.",
+        "is_enabled",
+    ),
+)
 _LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -176,7 +192,7 @@ class _Counts(Collector):
         """Yield the counts of this moment; only the engine's state while there is none."""
         health = self._engine.health
         yield self._gauge("engine_ready", "1 while requests are taken.", health.is_ready)
-        yield self._counter("engine_faults", "Steps that failed.", health.num_faults)
+        yield from self._counters({"engine_faults": ("Steps that failed.", health.num_faults)})
         try:
             engine = self._engine.engine
         except NotServingError:
@@ -190,45 +206,33 @@ class _Counts(Collector):
         steps = engine.stats
         yield self._gauge("num_requests_running", "Requests that hold a seat.", len(engine.running))
         yield self._gauge("num_requests_waiting", "Requests that wait.", len(engine.waiting))
-        yield self._counter("num_preemptions", "Requests that gave way.", steps.num_preemptions)
-        yield self._counter(
-            "prompt_tokens", "Tokens of the prompts that were started.", steps.num_prompt_tokens
-        )
-        yield self._counter(
-            "prompt_tokens_cached", "Those found in the cache.", steps.num_hit_tokens
-        )
-        yield self._counter("engine_steps", "Forward passes.", steps.num_steps)
+        yield from self._counters({
+            "num_preemptions": ("Requests that gave way.", steps.num_preemptions),
+            "prompt_tokens": ("Tokens of the prompts that were started.", steps.num_prompt_tokens),
+            "prompt_tokens_cached": ("Those found in the cache.", steps.num_hit_tokens),
+            "engine_steps": ("Forward passes.", steps.num_steps),
+        })  # fmt: skip
         if engine.is_speculative:
-            yield self._counter(
-                "spec_decode_num_drafts", "How often a request brought drafts.", steps.num_drafts
-            )
-            yield self._counter(
-                "spec_decode_num_draft_tokens", "Tokens of drafts.", steps.num_draft_tokens
-            )
-            yield self._counter(
-                "spec_decode_num_accepted_tokens",
-                "Tokens of drafts that held.",
-                steps.num_accepted_tokens,
-            )
+            accepted = steps.num_accepted_tokens
+            yield from self._counters({
+                "spec_decode_num_drafts": ("How often a request brought drafts.", steps.num_drafts),
+                "spec_decode_num_draft_tokens": ("Tokens of drafts.", steps.num_draft_tokens),
+                "spec_decode_num_accepted_tokens": ("Tokens of drafts that held.", accepted),
+            })  # fmt: skip
 
     def _of_cache(self, engine: EngineCore) -> Iterator[Metric]:
         cache = engine.kv.stats()
         usable = engine.kv.num_usable_blocks
+        share, cached = cache.num_used_blocks / usable, cache.num_cached_blocks
         yield self._gauge(
-            "kv_cache_usage_perc",
-            "The share of the blocks that is held; 1: all.",
-            cache.num_used_blocks / usable,
+            "kv_cache_usage_perc", "The share of the blocks that is held; 1: all.", share
         )
-        yield self._counter(
-            "prefix_cache_queries", "Tokens looked for in the cache.", cache.num_queried_tokens
-        )
-        yield self._counter("prefix_cache_hits", "Tokens found in the cache.", cache.num_hit_tokens)
-        yield self._counter(
-            "kv_blocks_evicted", "Cached blocks that were reused.", cache.num_evicted_blocks
-        )
-        yield self._gauge(
-            "kv_blocks_cached", "Blocks whose content can be found.", cache.num_cached_blocks
-        )
+        yield self._gauge("kv_blocks_cached", "Blocks whose content can be found.", cached)
+        yield from self._counters({
+            "prefix_cache_queries": ("Tokens looked for in the cache.", cache.num_queried_tokens),
+            "prefix_cache_hits": ("Tokens found in the cache.", cache.num_hit_tokens),
+            "kv_blocks_evicted": ("Cached blocks that were reused.", cache.num_evicted_blocks),
+        })  # fmt: skip
         info = InfoMetricFamily("kvcore:cache_config", "Sizes of the cache.", labels=["model_name"])
         sizes = {"block_size": str(engine.kv.block_size), "num_gpu_blocks": str(usable)}
         info.add_metric(self._labels, sizes)
@@ -238,129 +242,100 @@ class _Counts(Collector):
 
     def _of_tiers(self, transfers: TierTransfers) -> Iterator[Metric]:
         """What host memory and disk have, and what came from there."""
-        stats = transfers.stats
-        loads = CounterMetricFamily(
-            "kvcore:kv_tier_loads",
+        stats, tiers = transfers.stats, transfers.tiers.tiers
+        outcomes = {
+            "whole": stats.num_loads, "failed": stats.num_failed_loads,
+            "late": stats.num_late_loads, "not worth it": stats.num_not_worth,
+        }  # fmt: skip
+        yield self._labelled(
+            CounterMetricFamily,
+            "kv_tier_loads",
             "Loads of a prefix, by how they ended: whole, failed, late, or not worth it.",
-            labels=["model_name", "outcome"],
+            {(outcome,): count for outcome, count in outcomes.items()},
+            "outcome",
         )
-        for outcome, count in (
-            ("whole", stats.num_loads),
-            ("failed", stats.num_failed_loads),
-            ("late", stats.num_late_loads),
-            ("not worth it", stats.num_not_worth),
-        ):
-            loads.add_metric([*self._labels, outcome], count)
-        yield loads
-        yield self._counter(
-            "kv_tier_loaded_tokens", "Tokens whose KV was loaded.", stats.num_loaded_tokens
-        )
-        yield self._counter("kv_tier_load_seconds", "Seconds that loads took.", stats.loading_s)
-        yield self._counter("kv_tier_store_seconds", "Seconds that stores took.", stats.storing_s)
-        counter = partial(self._tier, CounterMetricFamily, transfers)
-        gauge = partial(self._tier, GaugeMetricFamily, transfers)
-        yield counter("kv_tier_hits", "Copies that were loaded.", "num_hits")
-        yield counter("kv_tier_stores", "Copies that were written.", "num_stored")
-        yield counter("kv_tier_evictions", "Copies that gave way to others.", "num_evicted")
-        yield counter("kv_tier_read_bytes", "Bytes loaded.", "read_bytes")
-        yield counter("kv_tier_written_bytes", "Bytes written.", "written_bytes")
-        yield gauge("kv_tier_copies", "Copies that a tier has.", "num_records")
-        yield gauge("kv_tier_used_bytes", "Bytes that it takes.", "used_bytes")
-        yield gauge("kv_tier_capacity_bytes", "The most that it may take.", "capacity_bytes")
-        yield gauge(
-            "kv_tier_enabled",
-            "0 once its device has failed for good, or while its peer is not there.",
-            "is_enabled",
-        )
-        faults = CounterMetricFamily(
-            "kvcore:kv_tier_faults",
+        yield from self._counters({
+            "kv_tier_loaded_tokens": ("Tokens whose KV was loaded.", stats.num_loaded_tokens),
+            "kv_tier_load_seconds": ("Seconds that loads took.", stats.loading_s),
+            "kv_tier_store_seconds": ("Seconds that stores took.", stats.storing_s),
+        })  # fmt: skip
+        for kind, name, says, of in _OF_A_TIER:
+            values: _Values = {(tier.name,): getattr(tier.stats, of) for tier in tiers}
+            yield self._labelled(kind, f"kv_tier_{name}", says, values, "tier")
+        yield self._labelled(
+            CounterMetricFamily,
+            "kv_tier_faults",
             "Copies that were not served or not written, by kind.",
-            labels=["model_name", "tier", "kind"],
+            {
+                (tier.name, fault): count
+                for tier in tiers
+                for fault, count in sorted(tier.stats.faults.items())
+            },
+            "tier",
+            "kind",
         )
-        for tier in transfers.tiers.tiers:
-            for fault, count in sorted(tier.stats.faults.items()):
-                faults.add_metric([*self._labels, tier.name, fault], count)
-        yield faults
-        yield from self._of_peers([tier for tier in transfers.tiers.tiers if not tier.keeps])
+        peers = [cast("PeerTier", tier) for tier in tiers if not tier.keeps]
+        if peers:
+            yield self._labelled(
+                CounterMetricFamily,
+                "kv_peer_copies",
+                "Copies loaded from a peer, by what carried them: tcp, or nixl.",
+                {
+                    (peer.name, transport): count
+                    for peer in peers
+                    for transport, count in peer.num_by_transport.items()
+                },
+                "tier",
+                "transport",
+            )
         if transfers.server is not None:
             yield from self._of_server(transfers.server.stats)
-
-    def _of_peers(self, peers: Sequence[Tier]) -> Iterator[Metric]:
-        """What has come from peers, if there are any."""
-        copies = CounterMetricFamily(
-            "kvcore:kv_peer_copies",
-            "Copies loaded from a peer, by what carried them: tcp, or nixl.",
-            labels=["model_name", "tier", "transport"],
-        )
-        for tier in peers:
-            peer = cast("PeerTier", tier)
-            for transport, count in peer.num_by_transport.items():
-                copies.add_metric([*self._labels, peer.name, transport], count)
-        if peers:
-            yield copies
 
     def _of_server(self, stats: PeerServerStats) -> Iterator[Metric]:
         """What peers ask for."""
         yield self._gauge(
             "kv_peer_connections", "Connections of peers; each has two.", stats.num_connections
         )
-        yield self._counter("kv_peer_served_copies", "Copies sent to peers.", stats.num_served)
-        yield self._counter(
-            "kv_peer_read_copies", "Those that peers have read over NIXL.", stats.num_read
-        )
-        yield self._counter("kv_peer_served_bytes", "Their bytes.", stats.served_bytes)
-        yield self._counter(
-            "kv_peer_missing_copies", "Copies asked for that were not there.", stats.num_missing
-        )
-        yield self._counter(
-            "kv_peer_refusals", "Peers with another secret, or model.", stats.num_refused
-        )
+        yield from self._counters({
+            "kv_peer_served_copies": ("Copies sent to peers.", stats.num_served),
+            "kv_peer_read_copies": ("Those that peers have read over NIXL.", stats.num_read),
+            "kv_peer_served_bytes": ("Their bytes.", stats.served_bytes),
+            "kv_peer_missing_copies": ("Copies asked for that were not there.", stats.num_missing),
+            "kv_peer_refusals": ("Peers with another secret, or model.", stats.num_refused),
+        })  # fmt: skip
 
     def _of_blocks(self, lives: kvcore.LifetimeStats) -> Iterator[Metric]:
+        idle, gap = lives.idle_before_eviction, lives.reuse_gap
         for name, says, found in (
             ("lifetime", "Steps from a block's content to its eviction.", lives.lifetime),
-            (
-                "idle_before_evict",
-                "Steps from the end of a block's last use to its eviction.",
-                lives.idle_before_eviction,
-            ),
-            (
-                "reuse_gap",
-                "Steps from the end of a block's use to its next hit.",
-                lives.reuse_gap,
-            ),
+            ("idle_before_evict", "Steps from a block's last use to its eviction.", idle),
+            ("reuse_gap", "Steps from the end of a block's use to its next hit.", gap),
         ):
             family = HistogramMetricFamily(
                 f"kvcore:kv_block_{name}_steps", says, labels=["model_name"]
             )
-            count, buckets = 0, []
-            for bits, number in enumerate(found.buckets):
-                count += number
-                buckets.append((str(2**bits - 1), count))
-            buckets.append(("+Inf", found.count))
+            ends = (str(2**bits - 1) for bits in range(len(found.buckets)))
+            buckets = [*zip(ends, accumulate(found.buckets), strict=True), ("+Inf", found.count)]
             family.add_metric(self._labels, buckets, found.total)
             yield family
 
-    def _tier(
+    def _labelled(
         self,
-        kind: type[_Family],
-        transfers: TierTransfers,
+        kind: _Kind,
         name: str,
         says: str,
-        of: str,
-    ) -> _Family:
-        """A counter of each tier."""
-        family = kind(f"kvcore:{name}", says, labels=["model_name", "tier"])
-        for tier in transfers.tiers.tiers:
-            family.add_metric([*self._labels, tier.name], getattr(tier.stats, of))
+        values: _Values,
+        *labels: str,
+    ) -> Metric:
+        """A metric with these values by what their labels beside the model's name are."""
+        family = kind(f"kvcore:{name}", says, labels=["model_name", *labels])
+        for each, value in values.items():
+            family.add_metric([*self._labels, *each], value)
         return family
 
-    def _gauge(self, name: str, says: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"kvcore:{name}", says, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
+    def _gauge(self, name: str, says: str, value: float) -> Metric:
+        return self._labelled(GaugeMetricFamily, name, says, {(): value})
 
-    def _counter(self, name: str, says: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"kvcore:{name}", says, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
+    def _counters(self, named: Mapping[str, tuple[str, float]]) -> Iterator[Metric]:
+        for name, (says, value) in named.items():
+            yield self._labelled(CounterMetricFamily, name, says, {(): value})

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcore.adapters.transformers import KVCoreCache
-from kvcore.adapters.transformers.__main__ import served
+from kvcore.adapters.transformers import __main__ as command_line
 from model.tiny import CHECKPOINT_DIR
 
 TINY = str(CHECKPOINT_DIR)
@@ -60,14 +60,15 @@ def test_a_model_that_the_server_loads_has_kvcores_cache(monkeypatch):
     from transformers.cli.serving.model_manager import ModelManager  # noqa: PLC0415  # patched
 
     monkeypatch.setattr(ModelManager, "_load_model", ModelManager._load_model)  # put back later
-    served(None)
+    command_line.served(None)
     model, _ = ModelManager(device="cpu", force_model=None).load_model_and_processor(f"{TINY}@main")
     manager = model.init_continuous_batching()
     assert isinstance(manager._create_batch_processor().cache, KVCoreCache)
 
 
 @pytest.mark.parametrize("arguments", [[], ["serve", TINY], ["chat"]])
-def test_what_cannot_be_served_over_kvcore_is_refused(arguments):
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "continuous-batching" in done.stderr
+def test_what_cannot_be_served_over_kvcore_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as ending:
+        command_line._run(arguments)
+    assert ending.value.code == 2
+    assert "continuous-batching" in capsys.readouterr().err

@@ -29,25 +29,58 @@ HELD = ("lease", "end_lease", "close_in_flight", "reset_in_flight", "twins")
 TRANSFERS = ("lease", "fail_transfer", "fail_blocks")
 UNKNOWN = ("expect", "resolve", "read_a_step", "verify_later", "run_ahead", "write_and_commit")
 NEAR = {  # a planted bug, or the first word of its name: the rules that are near it
+    "events_remove_with_the_first_copy": (
+        "open",
+        "run",
+        "twins",
+        "come_back_under_pressure",
+        "close",
+    ),
+    "groups_hit_what_one_of_them_lacks": ("open", "run", "come_back_under_pressure", "close"),
     "groups_keep_in_part_what_another_reads": (*LIVES, *LOADS, *TRANSFERS),
     "items": (*LIVES, "meet_the_neighbours"),
     "leases": (*LIVES, *HELD, "reserve", "tick"),
     "leases_count_what_a_look_up_found": ("open", "run", "close_in_flight", "close"),
+    "leases_never_expire": ("open", "run", "lease", "tick", "close"),
     "loads": (*LIVES, *LOADS, "reserve", "tick"),
+    "loads_fail_without_the_copies_of_forks": ("open", "run", "fork", "fail_load", "close"),
     "loads_join_after_a_gap": ("load_a_prefix", "close"),
     "loads_join_whatever_the_tokens_are_now": ("load_a_prefix", "close"),
+    "loads_keep_too_few_blocks_of_a_window": ("load_a_prefix", "close"),
     "loads_keep_what_is_out_of_sight": ("load_a_prefix", "close"),
     "loads_leak_what_comes_too_late": ("load_a_prefix", "close"),
     "look": (*LIVES, "keep_for_later", "come_back_under_pressure"),
+    "look_ups_forget_what_they_were_asked_to_keep": (
+        "open",
+        "run",
+        "keep_for_later",
+        "close",
+        "tick",
+    ),
     "manager_accepts_a_stale_handle": ("open", "run", "close", "use_a_closed_one"),
     "manager_counts_one_token_of_whoever_decodes": (*LIVES, "decode_at_once"),
-    "manager_keeps_a_scrambled_order_at_a_reset": (*LIVES, "reset"),
+    "manager_keeps_a_scrambled_order_at_a_reset": ("open", "run", "close", "reset", "churn"),
+    "manager_keeps_from_others_what_was_not_looked_up": ("open_again", "open", "run", "close"),
     "manager_overwrites_what_a_fork_shares": (*LIVES, "diverge", "edit"),
     "manager_publishes_a_half_full_block": (*LIVES, "reserve", "write_and_commit"),
     "manager_publishes_what_a_step_only_schedules": (*LIVES, "serve"),
     "manager_uses_a_node_that_stands_for_something": (*LIVES, "come_back_under_pressure", "churn"),
+    "namespaces_leave_out_the_version_of_the_adapter": (
+        "open",
+        "run",
+        "meet_the_neighbours",
+        "close",
+    ),
     "retention": (*LIVES, *KEPT, "tick"),
-    "transfers_fail_and_hold_their_blocks": (*LIVES, *TRANSFERS),
+    "transfers_fail_and_hold_their_blocks": ("open", "run", "lease", "fail_transfer", "close"),
+    "transfers_fail_in_their_own_blocks_alone": (
+        "open",
+        "run",
+        "diverge",
+        "lease",
+        "fail_transfer",
+        "close",
+    ),
     "unknown": (*LIVES, *UNKNOWN, "reserve"),
 }
 """The machine has fifty rules: where all may run, those that meet seldom do so one after another.
@@ -111,16 +144,11 @@ def hunt(name, settings=HUNT):
 
 LONG = {  # searches of ten seconds and more
     "groups_are_asked_once_where_a_cut_may_stand",
-    "groups_hit_what_one_of_them_lacks",
-    "look_ups_forget_what_they_were_asked_to_keep",
     "look_ups_make_what_they_find_young",
-    "manager_keeps_a_scrambled_order_at_a_reset",
-    "manager_keeps_from_others_what_was_not_looked_up",
     "states_are_forgotten_until_their_tokens_are_known",
     "states_are_written_when_shared",
     "states_resume_where_a_window_is_gone",
     "step_gives_a_decoder_its_neighbours_token",
-    "transfers_fail_in_their_own_blocks_alone",
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,11 +141,11 @@ def random_adapter(
     random_numbers = torch.Generator().manual_seed(seed)
     products = {}
     for path, layer in network.named_modules():
-        if isinstance(layer, torch.nn.Linear) and ".layers." in path:
+        if isinstance(layer, torch.nn.Linear) and re.search(r"\.\d+\.", path):
             shapes = (rank, layer.in_features), (layer.out_features, rank)
             halves = [torch.randn(shape, generator=random_numbers) * size for shape in shapes]
             products[path] = Product(*[half.to(layer.weight) for half in halves])
-    return Adapter(name, seed, products)
+    return Adapter(f"{name}=", name, seed, products)
 
 
 def greedy_and_margin(

@@ -1,6 +1,7 @@
 """What every rank of test_ranks.py runs: `ranks_main.py SCENARIO [CONFIG/VARIANT...]`.
 
-- `walk`: cut each configuration, and print how its logits compare with the whole network's.
+- `walk`: cut each configuration, and print how its logits compare with the whole network's, both
+  without a LoRA adapter and with one beside all linear layers.
 - `experts`: the same, but for experts, which stay whole, each on one rank.
 - `diverge`: one rank's manager is tampered with; the comparison must say so.
 - `die`: one rank leaves in the middle; the others must notice.
@@ -18,13 +19,15 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import backends
@@ -38,12 +41,14 @@ from model.control.tier_transfers import TierTransfers, TransferCosts
 from model.engine import Engine, TwinEngine
 from model.engine_core import Output
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
+from model.forward.lora import Adapter, Adapters
 from model.load import loader
 from model.load.architectures import auto_class
 from model.load.loader import load_model
-from model.ranks.parallel import Sums, check_cut, shard_network
+from model.ranks.parallel import Cut, Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR
+from tests.model.networks import random_adapter
 from tests.model.tiny_configs import cases, make_config
 
 
@@ -63,30 +68,55 @@ def walk(ranks: Ranks, names: list[str]) -> None:
         say(json.dumps(outcomes))
 
 
+def _logits(
+    network: PreTrainedModel, tokens: Tensor, adapter: Adapter, cuts: Mapping[str, Cut]
+) -> tuple[Tensor, ...]:
+    """Those without the adapter, and with it if the network can have one."""
+    adapters = None
+    with suppress(UnsupportedModelError):
+        adapters = Adapters(network, 1, 3, None, cuts)
+    network.set_attn_implementation("eager")  # else a probe has left ours
+    plain = network(tokens, use_cache=False).logits
+    if adapters is None:
+        return (plain,)
+    own = {path: one for path, one in adapter.products.items() if path in adapters._halves}
+    adapters.add(replace(adapter, products=own).cut(cuts))
+    with adapters.choosing(torch.tensor([0])):
+        return plain, network(tokens, use_cache=False).logits
+
+
 def _outcome(ranks: Ranks, name: str, variant: str) -> str:
     torch.manual_seed(0)
     config = make_config(name, variant)
     network = auto_class(config).from_config(config, attn_implementation="eager").eval()
     tokens = torch.arange(1, 21)[None] * 7 % 300
+    adapter = random_adapter(network, "random", 3, size=0.1)
     before = sum(parameter.numel() for parameter in network.parameters())
-    with torch.inference_mode():
+    with torch.no_grad():
         try:
-            wanted = network(tokens, use_cache=False).logits
+            network(tokens, use_cache=False)
         except TypeError as error:
             return f"not dense: {error}"  # without a mask it does not even run whole
+        wanted = _logits(network, tokens, adapter, {})
         try:
-            shard_network(network, ranks, Sums(network.dtype, network.device, ranks))
+            cuts = shard_network(network, ranks, Sums(network.dtype, network.device, ranks))
             check_cut(network, ranks)
         except UnsupportedModelError as error:
             return f"refused: {error}"
-        got = network(tokens, use_cache=False).logits
+        got = _logits(network, tokens, adapter, cuts)
     after = sum(parameter.numel() for parameter in network.parameters())
     if after >= before:
         return f"{after} parameters of {before} are left"
-    if len(set(ranks.all_gather(got.numpy().tobytes()))) != 1:
-        return "the ranks have different logits"
-    error = float((got - wanted).abs().max() / wanted.abs().max())
-    return "equal" if error < 5e-5 else f"differs by {error:.1e}"
+    if len(wanted) == 2 and torch.equal(*wanted):
+        return "the adapter changes nothing"
+    names = ("logits", "adapted logits")[: len(wanted)]
+    for what, mine, whole in zip(names, got, wanted, strict=True):
+        if len(set(ranks.all_gather(mine.numpy().tobytes()))) != 1:
+            return f"the ranks have different {what}"
+        error = float((mine - whole).abs().max() / whole.abs().max())
+        if not error < 5e-5:
+            return f"{what}: differ by {error:.1e}"
+    return "equal"
 
 
 def _engine(ranks: Ranks, *, is_checked: bool, num_blocks: int = 40, **sizes: object) -> TwinEngine:

@@ -138,6 +138,34 @@ def test_no_more_may_wait_than_may(engine):
     run(main())
 
 
+def test_a_client_that_fills_the_queue_has_no_other_one_refused(engine):
+    seats = engine.config.max_num_seqs
+    share = (seats + 1) // 2
+
+    def asked(client, n):
+        return Submission("x", replace(LONG, n=n), client=client)
+
+    async def main():
+        async with AsyncEngine(engine, max_waiting=1) as served:
+            many = await served.submit(asked("many", seats + 1))
+            for _ in range(2):  # the second time, what has ended is not counted
+                with pytest.raises(QueueFullError, match="this client has its share"):
+                    await served.submit(asked("many", 1))
+                with pytest.raises(QueueFullError, match="this client has its share"):
+                    await served.submit(asked("new", share + 1))
+                async with await served.submit(asked("new", share)):
+                    assert served.num_open == seats + 1 + share
+                    with pytest.raises(QueueFullError, match="this client has its share"):
+                        await served.submit(asked("new", 1))
+            with pytest.raises(InvalidArgumentError):
+                await served.submit(asked("new", 1), Submission([-1], client="new"))
+            many.close()
+            await served.call(num_used)
+            assert served.num_open == 0
+
+    run(main())
+
+
 def test_a_fault_fails_the_requests_it_meets_and_the_engine_goes_on(engine, monkeypatch):
     sound = engine._runner.send
     faults = iter([True])

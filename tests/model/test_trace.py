@@ -236,14 +236,6 @@ def test_looking_at_the_pool_is_not_on_the_clock(monkeypatch):
     assert times[-1] < 1000e-9
 
 
-def test_what_is_not_recorded_costs_no_memory():
-    engine, recorder = recorded()
-    engine.stop_recording()
-    before = len(recorder.steps)
-    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=3))
-    assert len(recorder.steps) == before
-
-
 def test_a_step_that_raised_is_not_recorded(monkeypatch):
     engine = Engine(network(), ReferenceBackend(), EngineConfig(num_blocks=30, block_size=4))
     recorder = engine.record()

@@ -193,7 +193,13 @@ EXTRA |= {
     },
     "Qwen4ExpTextConfig": {"": _QSA},
     "Qwen4ExpConfig": {"": {"text_config": _QSA}},
-    "FalconConfig": {"": {}, "alibi": {"alibi": True}},
+    "FalconConfig": {
+        "": {},
+        "alibi": {"alibi": True},
+        "keys of every head": {"multi_query": False},
+        "new": {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "new, alibi": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True},
+    },
     "GPTNeoConfig": {"": {"attention_types": [[["global", "local"], 1]]}},
     "GraniteMoeHybridConfig": {
         "": {"layer_types": _LINEAR},

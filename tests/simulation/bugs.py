@@ -7,6 +7,7 @@ them proves nothing.
 
 import asyncio
 from array import array
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from math import inf
 from unittest import mock
@@ -18,7 +19,7 @@ from kvcore.wire import publisher, subscriber
 from model import async_engine
 from model.async_engine import AsyncEngine, EngineState
 from model.cluster.router import Router, Ticket
-from model.control.clients import FairOrder
+from model.control.clients import FairLimit, FairOrder
 from model.control.scheduler import Scheduler
 from model.control.tier_transfers import TierTransfers
 from model.engine_core import EngineCore
@@ -94,9 +95,8 @@ class LeavesStreamsOpenAfterAFault(AsyncEngine):
 class CountsArrivalsForEver(AsyncEngine):
     """A request that is refused stays counted, so a drain never ends (sglang#27024)."""
 
-    def _arriving(self, num_samples):
-        self._num_arriving += num_samples
-        return super()._arriving(num_samples)
+    def _ask(self, run, settle, *, counted=None):
+        return super()._ask(run, settle)
 
 
 @bug("front")
@@ -320,9 +320,13 @@ class ForgetsWhatIsHeldAtAFault(AsyncEngine):
 class DoesNotCountThoseOnTheirWay(AsyncEngine):
     """More requests come in at once than may wait."""
 
-    @property
-    def num_open(self):
-        return len(self._open)
+    def _check_room(self, num_prompts, wanted):
+        counts, self._counts = self._counts, FairLimit()
+        self._counts.add(Counter(sample.request.client for _, sample in self._open.values()))
+        try:
+            super()._check_room(num_prompts, wanted)
+        finally:
+            self._counts = counts
 
 
 @bug("core")

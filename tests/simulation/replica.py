@@ -21,6 +21,7 @@ from model.control.tier_transfers import TierTransfers
 from model.engine_core import EngineCore
 from model.errors import RanksDivergedError
 from model.twins import TwinCore
+from tests.model.control.test_clients import most_requests
 from tests.simulation.device import (
     VOCABULARY,
     Device,
@@ -235,7 +236,9 @@ class Replica:
             self._absent = {request: absent.get(request, 0) + 1 for request in left}
             if max(self._absent.values(), default=0) > _MOST_ABSENT:
                 raise ViolationError(f"computed for nobody: {left}")
+        num_clients = len({ask.client for ask in self.run.plan.asks})
         limit = self.core.max_num_seqs + self.features.max_waiting
+        limit = most_requests(limit, num_clients)
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
         is_checked = self.run.checks_all or self._checks.random() < _CHECK_CHANCE

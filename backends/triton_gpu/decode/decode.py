@@ -223,7 +223,8 @@ def plan_decode(
     if terms.batch_invariant:
         grid = alike_grid(batch.num_seqs, batch.max_seq_len)
     else:
-        each = MORE_PROGRAMS if layer.e4m3 else programs_a_multiprocessor(most)
+        each = PROGRAMS_A_MULTIPROCESSOR + (most > 1)  # steps of several tokens take longer
+        each = MORE_PROGRAMS if layer.e4m3 else each
         grid = plan_grid(place, out.device, batch.num_seqs, programs, each=each)
     cut = Cut(16 * warps, grid.vector, grid.alike, layer.has_window, shared.chunks > 0)
     row_align = math.gcd(layer.q_align, *out.stride()[:2])
@@ -271,11 +272,6 @@ def decode(
     plan.launch.run(tensors, window, float(terms.scale), terms.soft_cap or 1.0)
     if plan.merge is not None:
         merging.merge(plan.merge, partial, batch, out, window, shared)
-
-
-def programs_a_multiprocessor(most: int) -> int:
-    """Programs that sequences are cut for: more where steps take longer, of several tokens."""
-    return PROGRAMS_A_MULTIPROCESSOR + (most > 1)
 
 
 def rows_a_program(group: int, head_dim: int, *, many: bool) -> int:

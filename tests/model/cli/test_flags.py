@@ -1,6 +1,7 @@
 """Flags are made from declared settings: their names, values, errors and help."""
 
 import dataclasses
+import re
 from functools import partial
 from typing import Literal
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from model.bench import MEASUREMENTS, bench_flags
 from model.chat import chat_flags
 from model.cli.args import run_flags
-from model.cli.settings import Flags
+from model.cli.settings import Flags, flag_name
 from model.cluster.args import cluster_flags
 from model.control.settings import check_settings, setting, settings_of
 from model.errors import UsageError
@@ -130,6 +131,33 @@ def test_a_commands_help_fits_on_a_few_screens(command, capsys):
             command().parse([argument])
         sizes.append(capsys.readouterr().out.count("\n  --"))
     assert 4 <= sizes[0] <= 25 < sizes[1]
+
+
+def shown_flags(made, argument, capsys):
+    with pytest.raises(SystemExit):
+        made.parse([argument])
+    return re.findall(r"^  (?:-h, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [run_flags, serve_flags, cluster_flags, chat_flags, *BENCHES])
+def test_help_has_the_order_of_the_declarations_title_by_title(command, capsys):
+    made = command()
+    titles = list(dict.fromkeys(made._titles.values()))
+    classes = sorted(made._titles, key=lambda one: titles.index(made._titles[one]))
+    declared = [flag_name(one) for each in classes for one in settings_of(each)]
+    known = made._parser._option_string_actions
+    expected = ["--help", "--help-all", *[flag for flag in declared if flag in known]]
+    every, common = (shown_flags(made, name, capsys) for name in ("--help-all", "--help"))
+    assert every == expected
+    assert common == [flag for flag in expected if flag in common]
+    groups = made._parser._action_groups
+    groups.append(groups.pop(groups.index(next(one for one in groups if one.title == titles[0]))))
+    assert shown_flags(made, "--help-all", capsys) != expected  # the first title stands last now
+
+
+@pytest.mark.parametrize("command", [run_flags, serve_flags, chat_flags])
+def test_help_begins_with_the_model(command, capsys):
+    assert shown_flags(command(), "--help", capsys)[2] == "--model"
 
 
 def test_help_is_what_was_declared(capsys):

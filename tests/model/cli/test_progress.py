@@ -2,8 +2,13 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
+import pytest
+
+from model.cli import progress
 from model.cli.bars import bar
+from model.cli.progress import telling
 
 
 class Terminal(io.StringIO):
@@ -28,3 +33,60 @@ def test_what_is_not_wanted_and_what_is_not_seen_is_not_drawn(monkeypatch):
             advance()
             advance(1)
         assert stream is None or stream.getvalue() == ""
+
+
+@pytest.fixture
+def timers(monkeypatch):
+    """Those that were started, in place of threads that wait: each fires when it is called."""
+    made = []
+
+    class Timer:
+        def __init__(self, wait_s, function):
+            self.wait_s, self.function, self.state = wait_s, function, "made"
+
+        def start(self):
+            self.state = "started"
+            made.append(self)
+
+        def cancel(self):
+            self.state = "cancelled"
+
+        def __call__(self):
+            assert self.state == "started"
+            self.function()
+
+    monkeypatch.setattr(progress, "threading", SimpleNamespace(Timer=Timer))
+    return made
+
+
+def test_work_that_takes_longer_than_two_seconds_is_told_of_in_one_line(timers, capsys):
+    with telling("loading the weights"):
+        [timer] = timers
+        assert timer.wait_s == 2.0
+        assert timer.daemon  # a process that ends does not wait for it
+        assert capsys.readouterr().err == ""
+        timer()
+        assert capsys.readouterr().err == "loading the weights ...\n"
+    assert timer.state == "cancelled"
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_work_that_is_done_sooner_is_not_told_of(timers, capsys, error):
+    try:
+        with telling("loading the weights"):
+            if error is not None:
+                raise error
+    except KeyboardInterrupt:
+        pass
+    [timer] = timers
+    assert timer.state == "cancelled"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_line_that_cannot_be_written_ends_nothing(timers, monkeypatch):
+    with telling("loading the weights"):
+        for stream in (None, io.StringIO()):
+            monkeypatch.setattr(sys, "stderr", stream)
+            if stream is not None:
+                stream.close()
+            timers[0]()

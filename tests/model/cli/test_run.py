@@ -6,14 +6,16 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kvcore
 from model.attention.attention import PagedPass
-from model.cli import prompts, session
+from model.cli import progress, prompts, session
 from model.cli.exits import exits
 from model.cli.session import execute
 
@@ -102,6 +104,25 @@ def test_json_is_one_document_with_the_numbers_of_the_table(call):
     assert stats["flat_kv_bytes"] == 2 * (30 + 12) * token_bytes
     assert stats["hit_rate"] == round(24 / 55, 4)
     assert document["verified"] is None
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_start_that_takes_long_says_what_it_does(call, checkpoint, monkeypatch, is_slow):
+    """Every part takes longer than a user waits in silence, or none does."""
+
+    class Timer(threading.Timer):
+        def start(self):
+            if is_slow:
+                self.function()
+
+    monkeypatch.setattr(progress, "threading", SimpleNamespace(Timer=Timer))
+    code, _, err = call("--prompt", "x")
+    lines = [line for line in err.splitlines() if line.endswith(" ...")]
+    assert code == 0
+    assert lines == is_slow * [
+        f"loading {checkpoint} ...",
+        "compiling kernels (the first time on a machine takes longest) ...",
+    ]
 
 
 def test_without_a_stderr_progress_goes_nowhere(call, monkeypatch):

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.control.clients import FairOrder
+from model.control.clients import FairLimit, FairOrder
 from tests.model.control.test_scheduler_order import add, ids, make, run
 
 
@@ -121,3 +122,77 @@ def test_places_grow_and_a_client_that_has_nothing_is_forgotten(acts):
             order.end(client, 0, mine.pop(0), has_run=True)
             assert order.now > now
     assert {*order._last} == {client for client, mine in places.items() if mine}
+
+
+def most_requests(limit, num_clients=None):
+    """The most that so many clients can have together; None: any number."""
+    return sum([limit // k for k in range(1, 1 + (num_clients or limit))])
+
+
+def hold_to_the_rule(limiting):
+    """Add and remove requests of many clients, and compare with the rule."""
+
+    @settings(derandomize=True, max_examples=300)
+    @given(
+        st.integers(1, 12),
+        st.lists(st.tuples(st.integers(0, 20), st.integers(-6, 6).filter(bool)), max_size=80),
+    )
+    def run(limit, acts):
+        limits, held = limiting(), {}
+        for client, count in acts:
+            mine = held.get(client, 0)
+            if count < 0:
+                limits.remove({client: min(mine, -count)})
+                held[client] = mine - min(mine, -count)
+            elif limits.admits({client: count}, limit):
+                limits.add({client: count})
+                held[client] = mine + count
+            else:  # not because of others
+                num_clients = len({client} | {one for one, has in held.items() if has})
+                assert mine + count > limit // num_clients
+                assert sum(held.values()) + count > limit
+            assert limits.total == sum(held.values()) <= most_requests(limit)
+        assert +Counter(held) == limits._counts
+
+    run()
+
+
+def test_a_client_with_less_than_its_share_is_never_refused_and_the_total_is_bounded():
+    hold_to_the_rule(FairLimit)
+
+
+class RefusesAll(FairLimit):
+    """One client that fills the queue has all others refused."""
+
+    def admits(self, wanted, limit):
+        return self.total + sum(wanted.values()) <= limit
+
+
+class AdmitsWhoHasLess(FairLimit):
+    """Any number of new clients come in, and what one asks for is not counted."""
+
+    def admits(self, wanted, limit):
+        return super().admits(dict.fromkeys(wanted, 0), limit)
+
+
+class ForgetsNoClient(FairLimit):
+    """Clients that have nothing left make the share of the others smaller."""
+
+    def remove(self, wanted):
+        self.total -= sum(wanted.values())
+        self._counts.subtract(wanted)
+
+
+@pytest.mark.parametrize("broken", [RefusesAll, AdmitsWhoHasLess, ForgetsNoClient])
+def test_a_planted_bug_breaks_the_rule(broken):
+    with pytest.raises(AssertionError):
+        hold_to_the_rule(broken)
+
+
+def test_clients_that_come_one_after_another_reach_the_bound():
+    limits, limit = FairLimit(), 20
+    for client in range(limit + 5):
+        while limits.admits({client: 1}, limit):
+            limits.add({client: 1})
+        assert limits.total == sum([limit // (k + 1) for k in range(client + 1)])
+    assert limits.total == most_requests(limit)

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,21 +15,18 @@ from model import LLM, EngineConfig, ModelError, SamplingParams, Submission
 from model.cli.conversation import Conversation
 from model.control.admission import Admission
 from model.engine import Engine
-from model.errors import InvalidArgumentError
+from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.forward import lora
 from model.forward.lora import Adapters, read_adapter, read_versions
+from model.load.architectures import auto_class
 from model.load.loader import load_model
+from model.load.probes import run_probe
 from model.tiny import CHECKPOINT_DIR
 from tests.model import recurrent_networks
-from tests.model.networks import greedy_logits, preempt_in_steps
+from tests.model.adapters import PROMPTS, TARGETS, peft, write_adapters
+from tests.model.networks import preempt_in_steps, random_adapter
+from tests.model.tiny_configs import make_config
 
-peft = pytest.importorskip("peft")
-
-PROMPTS = ("A tuple is", "A tuple is a list of", "The method returns the index of", "A tuple is")
-TARGETS = {
-    "attention": ["q_proj", "v_proj"],
-    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-}
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
@@ -38,31 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
 def folders(tmp_path_factory):
     """Adapters as PEFT writes them, and PEFT's tokens for every prompt."""
     place = tmp_path_factory.mktemp("adapters")
-    model = load_model(str(CHECKPOINT_DIR), CPU)
-    encoded = [model.codec.encode(text) for text in PROMPTS]
-    wanted = {None: [greedy_logits(model, prompt, 12)[0] for prompt in encoded]}
-    for seed, (name, targets) in enumerate(TARGETS.items()):
-        torch.manual_seed(seed)
-        config = peft.LoraConfig(
-            r=4, lora_alpha=8, target_modules=targets, use_rslora=bool(seed),
-            rank_pattern={"layers.1.self_attn.q_proj": 2},
-            alpha_pattern={"layers.2.self_attn.q_proj": 3},
-        )  # fmt: skip
-        network = peft.get_peft_model(copy.deepcopy(model.network), config)
-        for key, parameter in network.named_parameters():
-            if "lora_" in key:
-                parameter.data.normal_(std=0.3)
-        network.save_pretrained(place / name)
-        wanted[name] = [
-            network.generate(
-                input_ids=torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0,
-            )[0, len(prompt) :].tolist()
-            for prompt in encoded
-        ]  # fmt: skip
-    assert len({json.dumps(tokens) for tokens in wanted.values()}) == 3
-    return place, encoded, wanted
+    return place, *write_adapters(place)
 
 
 def engine_with(place, **sizes):
@@ -454,6 +428,21 @@ def test_a_layer_that_the_network_passes_by_is_refused(folders):
             backends.get_backend("numba"),
             EngineConfig(block_size=4, lora=(f"sql={place / 'attention'}",)),
         )
+
+
+def test_a_layer_that_gives_more_than_a_product_stays_as_it_is():
+    """The router of Llama 4 is a linear layer by its class, and returns two tensors."""
+    config = make_config("Llama4TextConfig", "")
+    network = auto_class(config).from_config(config).eval()
+    loaded = Adapters(network, 1, 3, None, {})
+    adapter = random_adapter(network, "sql", 3)
+    with pytest.raises(UnsupportedModelError, match="router of Llama4ForCausalLM does more than"):
+        loaded.add(adapter)
+    products = {path: one for path, one in adapter.products.items() if "router" not in path}
+    assert len(products) < len(adapter.products)
+    loaded.add(replace(adapter, products=products))
+    with loaded.choosing(torch.tensor([0])):
+        run_probe(network, CPU, 3)
 
 
 def test_products_beside_weights_that_stay_quantised_are_floats(folders):

@@ -12,11 +12,13 @@ from tests.model.tiny_configs import LOW, cases, lowered, make_config
 QUICK = [
     ("BertConfig", ""),
     ("BertConfig", "is_decoder"),
+    ("BloomConfig", ""),
     ("DeepseekV3Config", "wide values"),
     ("Glm5NextConfig", ""),
     ("GlmMoeDsaConfig", ""),
     ("GPT2Config", ""),
     ("GPTJConfig", ""),
+    ("GPTNeoConfig", ""),
     ("GptOssConfig", ""),
     ("JambaConfig", ""),
     ("Llama4TextConfig", ""),
