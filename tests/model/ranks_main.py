@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import backends
+import kvcore
 from kvcore.tiers import Folder
 from kvcore.tiers.record import RECORD_BYTES, SEGMENT_BYTES, decode_header
 from model import EngineConfig, SamplingParams
@@ -44,7 +45,7 @@ from model.errors import RankLostError, RanksDivergedError, UnsupportedModelErro
 from model.forward.lora import Adapter, Adapters
 from model.load import loader
 from model.load.architectures import auto_class
-from model.load.loader import load_model
+from model.load.loader import LoadedModel, load_model
 from model.ranks.parallel import Cut, Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR
@@ -231,16 +232,14 @@ def _fail(*_: object) -> None:
     raise OSError(errno.ENOSPC, "injected")
 
 
-def _change_weights(make: type) -> object:
-    """A model of which one rank has other weights, in a part that the other one does not have."""
+_open_tiers = Engine._open_tiers
 
-    def load(*given: object) -> object:
-        model = make(*given)
-        with torch.inference_mode():
-            model.network.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-        return model
 
-    return load
+def _change_weights(engine: Engine, model: LoadedModel, kv: kvcore.KVCacheManager) -> TierTransfers:
+    """Before its tiers are opened one rank has other weights, in a part that is its own."""
+    with torch.inference_mode():
+        model.network.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    return _open_tiers(engine, model, kv)
 
 
 def _faults(kind: str, rank: int) -> Iterator[tuple[object, str, object]]:
@@ -254,7 +253,7 @@ def _faults(kind: str, rank: int) -> Iterator[tuple[object, str, object]]:
     if rank == 1 and kind == "full":
         yield Folder, "write", _fail
     if rank == 1 and kind == "other":
-        yield sys.modules[__name__], "load_model", _change_weights(load_model)
+        yield Engine, "_open_tiers", _change_weights
 
 
 def tiers(ranks: Ranks, folder: str, kinds: list[str]) -> None:

@@ -4,15 +4,16 @@ import json
 
 import pytest
 
-from tests.model.ranks.test_ranks import _ROOT, torchrun
+from tests.forks import Forks
+from tests.model.ranks.test_ranks import _MAIN, Ranked
 
-_MAIN = str(_ROOT / "tests/model/ranks_main.py")
 _NUM_PROMPTS = 18
 
 
 def run(folder, *kinds):
     """What both ranks say of an engine of each kind, one after the other."""
-    ended = torchrun(2, _MAIN, "tiers", str(folder), *kinds)
+    with Forks() as forks:
+        ended = Ranked(forks, 2, [_MAIN, "tiers", str(folder), *kinds]).end()
     assert ended.returncode == 0, ended.stderr[-4000:]
     told = [json.loads(line) for line in ended.stdout.splitlines()]
     return {
