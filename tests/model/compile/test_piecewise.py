@@ -144,7 +144,7 @@ def test_tensors_that_lie_one_after_the_other_are_one_where_they_lie(order, leng
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "gemma2"])
 def test_pieces_with_adapters_leave_the_weights_of_the_others_where_they_are(architecture):
     network = switched(build(architecture, 3))
-    adapters = Adapters(network, 2, 4, None)
+    adapters = Adapters(network, 2, 4, None, {})
     sizes = [(8, [0, 3, 7]), (5, [0, 1, 2, 3, 4]), (2, [1]), (1, [0]), (30, [0, 29])]
     with adapters.filled():
         traced = trace_network(network, CPU, adapters)
@@ -176,7 +176,7 @@ def test_pieces_with_adapters_leave_the_weights_of_the_others_where_they_are(arc
 
 def test_adapters_laid_out_between_weights_would_store_them_twice():
     network = switched(build("qwen3", 3))
-    adapters = Adapters(network, 2, 4, None)
+    adapters = Adapters(network, 2, 4, None, {})
     compile_piecewise(trace_network(network, CPU, adapters), "eager")
     before = [parameter.data_ptr() for parameter in network.parameters()]
     compile_piecewise(trace_network(network, CPU), "eager")
