@@ -137,8 +137,8 @@ def test_networks_with_recurrent_layers_give_the_tokens_of_generate_on_a_gpu(kin
 
 
 @functools.cache
-def clear_recurrent(kind):
-    """A network with recurrent layers on the GPU whose greedy choices are clear, and its tokens."""
+def clear_kind(kind):
+    """A tiny network of a kind on the GPU whose greedy choices are clear, and its tokens."""
     for seed in range(1, 20):
         model = build_network(make_config(kind, ""), seed)
         model.network.to(backends.get_backend("triton").device)
@@ -151,7 +151,7 @@ def clear_recurrent(kind):
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("kind", ["Qwen3_5TextConfig", "FalconH1Config"])
 def test_steps_with_states_are_replayed_from_graphs(kind, compiles, monkeypatch):
-    model, dense = clear_recurrent(kind)
+    model, dense = clear_kind(kind)
     config = EngineConfig(
         num_blocks=300, block_size=16, max_num_batched_tokens=40, max_num_seqs=6, compile=compiles
     )
@@ -177,7 +177,7 @@ def test_steps_with_states_are_replayed_from_graphs(kind, compiles, monkeypatch)
 
 
 def test_states_that_the_backend_does_not_step_leave_a_network_without_graphs():
-    model, dense = clear_recurrent("JambaConfig")
+    model, dense = clear_kind("JambaConfig")
     config = EngineConfig(num_blocks=300, block_size=16, max_num_batched_tokens=40)
     engine = Engine(model, backends.get_backend("triton"), config)
     how = engine.prepare()
@@ -231,6 +231,18 @@ def test_steps_that_choose_tokens_by_an_index_are_replayed_from_graphs(kind, com
             done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
             assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
     assert not seen
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV4Config", "BloomConfig", "MptConfig"])
+def test_compressed_keys_and_alibi_give_the_tokens_of_generate_on_a_gpu(kind):
+    model, dense = clear_kind(kind)
+    config = EngineConfig(num_blocks=300, block_size=2, max_num_batched_tokens=11)
+    engine = Engine(model, backends.get_backend("triton"), config)
+    engine.prepare()
+    for _ in range(2):  # the second time the prompts are hits
+        done = engine.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))
+        assert [c.request.output_tokens for c in done] == dense
+    assert engine.stats.num_hit_tokens > 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])
