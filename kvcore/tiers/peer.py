@@ -250,7 +250,7 @@ class PeerTier:
                 failures += 1
 
     def _pause_s(self, failures: int) -> float:
-        """Seconds to wait before the next connection, after so many failures in a row. O(1)."""
+        """Seconds to wait before connecting again after this many consecutive failures. O(1)."""
         pause_s = _RETRIES_S[min(failures, len(_RETRIES_S) - 1)]
         if self._num_losses:  # it says what it has, and does not serve it, or forgets it
             pause_s = max(pause_s, min(2.0**self._num_losses, _MAX_PAUSE_S))

@@ -297,7 +297,7 @@ class TierManager:
         return (len(seq.packed) - 1) // self._common * self._common
 
     def find(self, seq: KVSequence) -> Found:
-        """Return what is where of a sequence's prefix, see `most_tokens`. O(blocks in tiers)."""
+        """Return how much of a prefix the pool and each tier have. O(blocks in tiers)."""
         computed = seq.num_computed_tokens
         num_tokens, keys = self._look_up(seq)
         counts = dict.fromkeys([tier.name for tier in self.tiers], 0)

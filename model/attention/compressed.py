@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import backends
 from kvcore.adapters.recurrent import ReportedLength
-from model.attention.indexer import Index
+from model.attention.indexer import Index, hook_layers
 from model.caches.kv_caches import KVCaches
 from model.caches.layout import CacheLayout
 from model.errors import UnsupportedModelError
@@ -90,11 +90,7 @@ def follow_compressors(network: nn.Module) -> None:
     Args:
         network: only passes with the keyword argument `paged` are changed.
     """
-    for module in network.modules():
-        hooks = module._forward_pre_hooks.values()  # noqa: SLF001
-        has_compressor = isinstance(getattr(module, "compressor", None), nn.Module)
-        if has_compressor and hasattr(module, "layer_idx") and _stand_in not in hooks:
-            module.register_forward_pre_hook(_stand_in, with_kwargs=True)
+    hook_layers(network, "compressor", _stand_in)
 
 
 def _stand_in(
@@ -239,7 +235,7 @@ class PagedEntries:
         for number, rows in zip(numbers, parts.unbind(1), strict=True):
             slots = self._batch(number).slot_mapping
             self.backend.store_kv(rows.unsqueeze(1), None, caches[number], slots)
-        sequences, ends, is_new, _ = self._completed(entries, overlaps=parts.shape[1] > 2)
+        sequences, ends, is_new = self._windows(entries, overlaps=parts.shape[1] > 2)
         positions = ends[:, None] - torch.arange(rate - 1, -1, -1, device=ends.device)
         is_there = (positions >= 0)[..., None]
         found = []
@@ -256,7 +252,7 @@ class PagedEntries:
         *_, entries = self.layout.beside[self.layout.numbers[layer]]
         cache = self.caches.indexes[entries] if is_index else self.caches.layers[entries]
         if len(rows):
-            slots = self._completed(entries, overlaps=False)[-1]
+            *_, slots = self._completed(entries)
             self.backend.store_kv(rows.unsqueeze(1), None, cache, slots)
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
@@ -336,30 +332,39 @@ class PagedEntries:
         found: _Tokens = self.kept["tokens"]
         return found
 
-    def _completed(self, entries: int, *, overlaps: bool) -> tuple[Tensor, ...]:
-        """The windows that a compressor gets: sequence, last position, whether new; slots of these.
-
-        Where windows overlap, a new one whose predecessor is not new comes behind that one.
-        """
-        key = ("completed", self.layout.places[entries][0], overlaps)
+    def _completed(self, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The entries that the step completes: sequence, last position, and slot of each."""
+        key = ("completed", self.layout.places[entries][0])
         if key not in self.kept:
             batch, rate = self._batch(entries), self.layout.layers[entries].rate
             sequences, positions = self._tokens()
             is_last = (positions % rate == rate - 1) & (batch.slot_mapping >= 0)
             (places,) = is_last.nonzero(as_tuple=True)
             slots = batch.slot_mapping[places] // rate
-            whose, ends = sequences[places], positions[places]
-            is_new = torch.ones_like(places, dtype=torch.bool)
-            if overlaps and len(places):
-                follows = (whose[1:] == whose[:-1]) & (ends[1:] == ends[:-1] + rate)
-                begins = torch.cat([is_new[:1], ~follows])
-                counts = 1 + begins.long()
-                is_new = torch.ones(int(counts.sum()), dtype=torch.bool, device=ends.device)
-                is_new[(counts.cumsum(0) - 2)[begins]] = False
-                whose, ends = whose.repeat_interleave(counts), ends.repeat_interleave(counts)
-                ends = torch.where(is_new, ends, ends - rate)
-            self.kept[key] = (whose, ends, is_new, slots)
-        found: tuple[Tensor, ...] = self.kept[key]
+            self.kept[key] = (sequences[places], positions[places], slots)
+        found: tuple[Tensor, Tensor, Tensor] = self.kept[key]
+        return found
+
+    def _windows(self, entries: int, *, overlaps: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The windows that a compressor gets: sequence, last position, and whether it is new.
+
+        Where windows overlap, a new one whose predecessor is not new comes behind that one.
+        """
+        whose, ends, _ = self._completed(entries)
+        is_new = torch.ones_like(whose, dtype=torch.bool)
+        if not overlaps or not len(whose):
+            return whose, ends, is_new
+        key = ("windows", self.layout.places[entries][0])
+        if key not in self.kept:
+            rate = self.layout.layers[entries].rate
+            follows = (whose[1:] == whose[:-1]) & (ends[1:] == ends[:-1] + rate)
+            begins = torch.cat([is_new[:1], ~follows])
+            counts = 1 + begins.long()
+            is_new = torch.ones(int(counts.sum()), dtype=torch.bool, device=ends.device)
+            is_new[(counts.cumsum(0) - 2)[begins]] = False
+            whose, ends = whose.repeat_interleave(counts), ends.repeat_interleave(counts)
+            self.kept[key] = (whose, torch.where(is_new, ends, ends - rate), is_new)
+        found: tuple[Tensor, Tensor, Tensor] = self.kept[key]
         return found
 
     def _recent(self, number: int, size: int) -> tuple[Tensor, Tensor]:

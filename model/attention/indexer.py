@@ -36,11 +36,19 @@ def follow_indexers(network: nn.Module) -> None:
     Args:
         network: only passes with the keyword argument `paged` are changed.
     """
+    hook_layers(network, "indexer", _stand_in)
+
+
+def hook_layers(network: nn.Module, part: str, hook: Callable[..., Any]) -> None:
+    """Call a hook before each layer that has a module of this name; once, however often asked for.
+
+    O(modules).
+    """
     for module in network.modules():
         hooks = module._forward_pre_hooks.values()  # noqa: SLF001
-        has_indexer = isinstance(getattr(module, "indexer", None), nn.Module)
-        if has_indexer and hasattr(module, "layer_idx") and _stand_in not in hooks:
-            module.register_forward_pre_hook(_stand_in, with_kwargs=True)
+        has_part = isinstance(getattr(module, part, None), nn.Module)
+        if has_part and hasattr(module, "layer_idx") and hook not in hooks:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class SeenTokens:

@@ -1,16 +1,16 @@
-"""Classes of Transformers whose attention is code of their own: their modules call ours instead.
+"""Networks that bypass Transformers' attention interface: their modules call ours instead.
 
 Bloom, Falcon, MPT and some older classes compute attention without Transformers' interface, or do
-not pass a layer the arguments of a pass. `OWN_CODE` says for each how its queries, keys and values
-come about; the rest of the module runs as it is. Without `paged` a network is the class's own.
+not pass a layer the arguments of a pass. `OWN_CODE` says for each how queries, keys and values are
+made; the rest of the module runs unchanged, and without `paged` so does its attention.
 
 ALiBi (Press et al., 2021) adds slope * key position to a logit. No kernel knows of it: keys get
 eight numbers more, three digits of their position to the base of 256, and queries the slope times
 what a digit counts. Digits are exact in every dtype; a slope is the sum of two numbers, so that one
 in bfloat16 errs by 2^-16. Caches are wider by that much: by an eighth for heads of 64.
 
-Invariants: what is added is the class's own expression with the rows' positions in place of those
-that it counts; positions are below 2^24.
+Invariants: a bias is the class's own formula, with the positions of the pass in place of counted
+ones; positions are below 2^24.
 
 Does not know: caches, requests, backends.
 """
@@ -310,7 +310,7 @@ def follow_own_code(network: PreTrainedModel) -> None:
     """Have a network of `OWN_CODE` attend through the interface in our passes. O(modules).
 
     Args:
-        network: its modules are changed for its whole life; changed once, it stays as it is.
+        network: its modules are changed for its whole life; a second call does nothing.
     """
     config, passing = network.config, _Passing(network)
     forms = OWN_CODE.get(config.model_type, ())

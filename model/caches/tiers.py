@@ -4,8 +4,8 @@ Decides: what the bytes of a copy mean, so that copies of other weights, another
 quantisation or part of a network are never loaded; how bytes move. On a CPU the threads of the
 transfers read and write the caches themselves. On another device whole jobs move at once: a store
 gathers its blocks into one buffer and copies it to page-locked memory; a load fills page-locked
-memory and goes to the device in a few large copies. Both run on a stream of their own that starts
-after the steps sent before, so the steps do not wait.
+memory and goes to the device in a few large copies. Both use a separate stream that waits for the
+steps sent before, so no step waits for them.
 
 Invariants: a load has returned only when its bytes are in its blocks; a store never keeps bytes
 that were read after its blocks were released (`kvcore.tiers` sees to that).

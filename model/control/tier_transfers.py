@@ -196,7 +196,7 @@ class _Running(Generic[_Job]):
         return self.job.is_done
 
     def tell(self, now_s: float) -> int:
-        """The state of it that the other ranks are told. O(tiers)."""
+        """The state to report to the other ranks. O(tiers)."""
         if self.is_over:
             self.is_told = True
             return _DONE if self.has_succeeded else _FAILED
@@ -453,7 +453,7 @@ class TierTransfers:
         return any(has_ended)
 
     def _lags(self) -> bool:
-        """Whether a store is over here and not on another rank, which wakes nobody. O(stores)."""
+        """Whether a store that is over here still runs on another rank. O(stores)."""
         return any(one.is_told for one in self._stores)
 
     def _agreed(self, numbers: Sequence[int]) -> Sequence[int]:
@@ -527,7 +527,7 @@ class TierTransfers:
             self._queues[1].put(run)
 
     def tend(self) -> None:
-        """Do what is due while no steps run; with ranks, all at once, as `settle`.
+        """Do what is due while no steps run; all ranks call it at the same time.
 
         O(transfers and their blocks).
         """
@@ -545,7 +545,7 @@ class TierTransfers:
         return self.is_busy
 
     def close(self) -> None:
-        """Store what is left, at most 10 s, and close the tiers. Loads are given up.
+        """Store what is left, for at most 10 s, cancel loads, and close the tiers.
 
         Each rank does so by itself: the pool is not used any more.
         """

@@ -46,7 +46,6 @@ _KINDS = (  # a part of the name of a layer's type or class, and what it is
     ("index", "an index over groups of tokens, whose keys are not paged"),
     ("sparse_attention", "sparse attention over what is not paged"),
     ("sparseattention", "sparse attention over what is not paged"),
-    ("compress", "attention over keys made of several tokens each, which are not paged"),
     ("hashing", "attention over buckets of hashes"),
 )
 

@@ -152,8 +152,8 @@ def _chooses_the_oldest(monkeypatch):
 def _is_off_by_an_entry(monkeypatch):
     completed = PagedEntries._completed
 
-    def wrong(self, entries, *, overlaps):
-        *others, slots = completed(self, entries, overlaps=overlaps)
+    def wrong(self, entries):
+        *others, slots = completed(self, entries)
         return *others, slots.roll(1)
 
     monkeypatch.setattr(PagedEntries, "_completed", wrong)
