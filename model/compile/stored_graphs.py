@@ -123,7 +123,7 @@ def digest(network: PreTrainedModel) -> str:
     weights: a trace sees no values.
     """
     facts: list[object] = [torch.__version__, transformers.__version__, platform.python_version()]
-    modes = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # noqa: SLF001
     facts += [[type(mode).__qualname__ for mode in modes], torch.get_default_dtype()]
     facts += [json.dumps(network.config.to_dict(), default=str)]
     files = {*kvcore.adapters.recurrent.__path__}

@@ -34,7 +34,6 @@ from model.forward.network import PagedNetwork
 from model.load.loader import LoadedModel
 
 
-
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = model.forward.invariant_kernels.multiply(x, weight, bias)
     return product
@@ -45,25 +44,25 @@ def _add_up(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001  # as operators
     return total
 
 
-_library = torch.library.Library("kvcore_rows", "DEF")  # type: ignore[no-untyped-call]
-_library.define("multiply(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
-_library.define("add_up(Tensor x, bool is_mean) -> Tensor")  # type: ignore[no-untyped-call]
-for _device in ("CUDA", "CPU"):  # a CPU has Triton's interpreter
-    _library.impl("multiply", _multiply, _device)  # type: ignore[no-untyped-call]
-    _library.impl("add_up", _add_up, _device)  # type: ignore[no-untyped-call]
-
-
-@torch.library.register_fake("kvcore_rows::multiply", lib=_library)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     del bias
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@torch.library.register_fake("kvcore_rows::add_up", lib=_library)
-def _(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001
+def _total_of(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001
     del is_mean
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
+
+_library = torch.library.Library("kvcore_rows", "DEF")  # type: ignore[no-untyped-call]
+for _name, _arguments, _run, _shape in (
+    ("multiply", "Tensor x, Tensor weight, Tensor? bias", _multiply, _product_of),
+    ("add_up", "Tensor x, bool is_mean", _add_up, _total_of),
+):
+    _library.define(f"{_name}({_arguments}) -> Tensor")  # type: ignore[no-untyped-call]
+    for _device in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+        _library.impl(_name, _run, _device)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _shape, "Meta")  # type: ignore[no-untyped-call]
 
 _MIXED = frozenset({"bmm", "baddbmm", "_grouped_mm", "grouped_mm"})
 
@@ -113,9 +112,9 @@ class BatchInvariantBackend:
         self, layers: Sequence[backends.LayerCall], *, max_num_seqs: int, max_query_len: int
     ) -> None:
         """As `Backend.warmup`, for its own calls."""
-        del max_num_seqs, max_query_len
         calls = [replace(one, terms=replace(one.terms, batch_invariant=True)) for one in layers]
-        self._inner.warmup(calls, max_num_seqs=_AT_ONCE, max_query_len=1)
+        most = max(max_num_seqs, max_query_len)  # each token is a sequence
+        self._inner.warmup(calls, max_num_seqs=most, max_query_len=1)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -207,7 +206,7 @@ class RowByRow(TorchFunctionMode):
     """
 
     def __init__(self, *, in_tiles: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._in_tiles = in_tiles
 
     def __torch_function__(
