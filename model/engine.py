@@ -461,8 +461,11 @@ def engine_of(
 
 def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig) -> PagedNetwork:
     """The network, and what its caches will store."""
-    kind = BatchInvariantNetwork if config.batch_invariant else PagedNetwork
-    network = kind(model, backend)
+    if config.batch_invariant:
+        most = max(config.max_num_batched_tokens, config.max_rows)
+        network: PagedNetwork = BatchInvariantNetwork(model, backend, most)
+    else:
+        network = PagedNetwork(model, backend)
     if config.kv_dtype == "fp8":
         block_size = _fitted(config, network).block_size
         quantise(network, block_size=block_size, vocab_size=network.vocab_size)

@@ -26,7 +26,6 @@ _EXCLUSIVE = (
     ("kv_memory_bytes", "kv_memory_fraction"),
     ("eager", "compile"),
     ("draft_model", "drafts"),
-    ("batch_invariant", "compile"),
     ("sanitize", "compile"),
 )
 

@@ -19,22 +19,27 @@ Does not know: what a step computes, sampling.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import backends
 import model.forward
 from model.attention.batch import StepTensors
+from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
+from model.compile.traced_network import TracedNetwork
 from model.errors import UnsupportedModelError
+from model.forward.lora import Adapters
 from model.forward.network import PagedNetwork
+from model.load.images import NoImages
 from model.load.loader import LoadedModel
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product: Tensor = model.forward.invariant_kernels.multiply(x, weight, bias)
     return product
 
@@ -44,7 +49,7 @@ def _add_up(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001  # as operators
     return total
 
 
-def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     del bias
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -56,7 +61,7 @@ def _total_of(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001
 
 _library = torch.library.Library("kvcore_rows", "DEF")  # type: ignore[no-untyped-call]
 for _name, _arguments, _run, _shape in (
-    ("multiply", "Tensor x, Tensor weight, Tensor? bias", _multiply, _product_of),
+    ("multiply", "Tensor x, Tensor weight, Tensor? bias=None", _multiply, _product_of),
     ("add_up", "Tensor x, bool is_mean", _add_up, _total_of),
 ):
     _library.define(f"{_name}({_arguments}) -> Tensor")  # type: ignore[no-untyped-call]
@@ -70,12 +75,20 @@ _MIXED = frozenset({"bmm", "baddbmm", "_grouped_mm", "grouped_mm"})
 class BatchInvariantNetwork(PagedNetwork):
     """A network whose rows do not depend on each other's number.
 
+    Compiled pieces serve every step: a kernel of a compiler adds up a row in one way for any number
+    of rows, but another kernel may do it in another way.
+
+    Args:
+        model: see `PagedNetwork`.
+        backend: see `PagedNetwork`.
+        most_tokens: of a step, and the most rows of logits.
+
     Raises:
         UnsupportedModelError: the backend has no batch-invariant attention, or the network has
             recurrent layers.
     """
 
-    def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
+    def __init__(self, model: LoadedModel, backend: backends.Backend, most_tokens: int) -> None:
         if "batch_invariant" not in backend.capabilities.features:
             raise UnsupportedModelError(
                 f"batch_invariant: backend {backend.name} has no batch-invariant attention"
@@ -87,6 +100,8 @@ class BatchInvariantNetwork(PagedNetwork):
                 "steps than a token; leave --batch-invariant out"
             )
         self._in_tiles = backend.device.type == "cuda"
+        self._most_tokens = most_tokens
+        self._has_images = not isinstance(model.images, NoImages)
 
     def trace(self) -> None:
         """As `PagedNetwork.trace`, on a GPU."""
@@ -95,10 +110,103 @@ class BatchInvariantNetwork(PagedNetwork):
         with RowByRow(in_tiles=True):
             super().trace()
 
+    def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
+        """As `PagedNetwork._cut`; the compiler adds up rows between products."""
+        if self._has_images or adapters is not None:
+            kind = "images" if self._has_images else "adapters"
+            raise UnsupportedModelError(f"batch_invariant: steps with {kind} would round otherwise")
+        return compile_piecewise(_fusible(traced), is_alone=True)
+
+    def _compile(
+        self, step: StepTensors, few: StepTensors, adapters: Adapters | None = None
+    ) -> Tensor:
+        """As `PagedNetwork._compile`; checks that the pieces are batch-invariant."""
+        config = import_module("torch._inductor.config")
+        with config.patch(deterministic=True):  # kernels are not chosen by their times
+            logits = super()._compile(step, few, adapters)
+        pieces = cast("PiecewiseNetwork", self._traced[False])
+        most = min(pieces.limits)
+        if most < self._most_tokens:
+            raise UnsupportedModelError(
+                f"batch_invariant: wanted a max_num_batched_tokens of at most {most} in compiled "
+                f"pieces, got {self._most_tokens}"
+            )
+        check_rows(pieces, self.device, self.vocab_size)
+        return logits
+
     def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
         """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
-        with RowByRow(in_tiles=self._in_tiles):
-            return super().logits(step, backend=backend)
+        if not isinstance(self._traced.get(False), PiecewiseNetwork):
+            with RowByRow(in_tiles=self._in_tiles):
+                return super().logits(step, backend=backend)
+        return super().logits(_padded(step) if step.input_ids.shape[1] == 1 else step)
+
+
+def _fusible(traced: TracedNetwork) -> TracedNetwork:
+    """The same with PyTorch's sums and means, which a compiler fuses."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.module.graph, {}))
+    for node in graph.nodes:
+        if node.target is torch.ops.kvcore_rows.add_up.default:
+            rows, is_mean = node.args
+            node.target = torch.mean if is_mean else torch.sum
+            node.args, node.kwargs = (rows, [-1], False), {"dtype": torch.float32}
+    return TracedNetwork(fx.GraphModule(traced.module, graph), traced.terms, traced.recurrent)
+
+
+def _padded(step: StepTensors) -> StepTensors:
+    """A step of one token with another one that is of no sequence."""
+    return replace(
+        step,
+        input_ids=functional.pad(step.input_ids, (0, 1)),
+        position_ids=functional.pad(step.position_ids, (0, 1)),
+        paged=tuple(
+            replace(one, slot_mapping=functional.pad(one.slot_mapping, (0, 1), value=-1))
+            for one in step.paged
+        ),
+    )
+
+
+class _Alone:
+    """A pass in which each token attends to itself."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """Numbers of the token's rows, added up."""
+        del chosen
+        places = torch.arange(query.shape[1], device=query.device) % key.shape[1]
+        width = value.shape[2]
+        return query[..., :width] * terms.scale + key[:, places, :width] + value[:, places] + layer
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """The first token."""
+        del layer, weights, key
+        return query.new_zeros((len(query), count), dtype=torch.int32)
+
+
+_TRIED = (2, 3, 17, 300)
+
+
+def check_rows(traced: TracedNetwork, device: torch.device, vocab_size: int) -> None:
+    """Raise unless a row has the same bits in steps of other sizes. A few passes.
+
+    Raises:
+        UnsupportedModelError: it has not.
+    """
+    ids = torch.arange(1, max(_TRIED) + 1, device=device)[None] * 7919 % vocab_size
+    with torch.no_grad():
+        whole = traced.logits(ids, ids % 37, torch.arange(max(_TRIED), device=device), _Alone())
+        for count in _TRIED:
+            some, rows = ids[:, -count:], torch.arange(count, device=device)
+            if not torch.equal(traced.logits(some, some % 37, rows, _Alone()), whole[-count:]):
+                raise UnsupportedModelError("batch_invariant: its rows depend on their number")
 
 
 class BatchInvariantBackend:

@@ -154,6 +154,29 @@ def test_batch_invariant_steps_replayed_from_graphs_have_the_same_bits(dtype, mo
     assert {bucket.longest == 1 for bucket in replayed} == {False, True}
 
 
+def test_batch_invariant_compiled_steps_have_the_same_bits_however_they_are_computed():
+    """Also without graphs, where a step may have a single token."""
+    model = invariant_model("qwen3", torch.bfloat16)
+
+    def engine_of(**fields):
+        sizes = {"block_size": 16, "max_num_seqs": 8, **fields}
+        config = EngineConfig(batch_invariant=True, compile=True, **sizes)
+        engine = Engine(model, backends.get_backend("triton"), config)
+        assert re.fullmatch(r"compiled, \d+ graphs", engine.prepare())
+        return engine
+
+    engine = engine_of(num_blocks=90, max_num_batched_tokens=40)
+    single = [engine.generate(TEXTS[n : n + 1], DRAWN[n : n + 1])[0].tokens for n in range(4)]
+    assert [one.tokens for one in engine.generate(TEXTS, DRAWN)] == single * 2
+    engine._runner.use(warm_up.Prepared("compiled"))
+    assert engine.generate(TEXTS[3:4], DRAWN[3:4])[0].tokens == single[3]
+    assert [one.tokens for one in engine.generate(TEXTS, DRAWN)] == single * 2
+    engine = engine_of(num_blocks=11, max_num_batched_tokens=11, drafts="ngram")
+    assert [one.tokens for one in engine.generate(TEXTS, DRAWN)] == single * 2
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_draft_tokens > 0
+
+
 def test_batch_invariant_the_check_finds_products_that_depend_on_the_number_of_rows(monkeypatch):
     model = invariant_model("qwen3", torch.bfloat16)
     monkeypatch.setattr(invariant_kernels, "multiply", by_number(invariant_kernels.multiply))
