@@ -7,7 +7,8 @@ order for another number of rows.
 
 Decides: attention runs in its batch-invariant mode with each token as a query of its own, and
 every linear layer computes its rows one by one, as if each token were alone: on a GPU in tiles that
-do not depend on their number (`invariant_kernels.py`), as are means and sums of rows.
+do not depend on their number (`invariant_kernels.py`), as are means and sums of rows. There both
+are operators, so that a trace has them, and steps are captured as CUDA graphs.
 
 Invariants: a row's bits depend on its token and the tokens before it alone: not on other requests,
 and not on chunked prefill, prefix cache hits, preemption or draft tokens of its own. Products of
@@ -32,6 +33,37 @@ from model.errors import UnsupportedModelError
 from model.forward.network import PagedNetwork
 from model.load.loader import LoadedModel
 
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = model.forward.invariant_kernels.multiply(x, weight, bias)
+    return product
+
+
+def _add_up(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001  # as operators have it
+    total: Tensor = model.forward.invariant_kernels.add_up(x, is_mean)
+    return total
+
+
+def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    del bias
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _total_of(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001
+    del is_mean
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+_library = torch.library.Library("kvcore_rows", "DEF")  # type: ignore[no-untyped-call]
+for _name, _arguments, _run, _shape in (
+    ("multiply", "Tensor x, Tensor weight, Tensor? bias", _multiply, _product_of),
+    ("add_up", "Tensor x, bool is_mean", _add_up, _total_of),
+):
+    _library.define(f"{_name}({_arguments}) -> Tensor")  # type: ignore[no-untyped-call]
+    for _device in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+        _library.impl(_name, _run, _device)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _shape, "Meta")  # type: ignore[no-untyped-call]
+
 _MIXED = frozenset({"bmm", "baddbmm", "_grouped_mm", "grouped_mm"})
 
 
@@ -54,10 +86,18 @@ class BatchInvariantNetwork(PagedNetwork):
                 "batch_invariant: this model has recurrent layers, which compute a prompt in other "
                 "steps than a token; leave --batch-invariant out"
             )
+        self._in_tiles = backend.device.type == "cuda"
+
+    def trace(self) -> None:
+        """As `PagedNetwork.trace`, on a GPU."""
+        if not self._in_tiles:
+            raise UnsupportedModelError("batch_invariant: a CPU computes each row by itself")
+        with RowByRow(in_tiles=True):
+            super().trace()
 
     def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
         """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
-        with _RowByRow():
+        with RowByRow(in_tiles=self._in_tiles):
             return super().logits(step, backend=backend)
 
 
@@ -67,6 +107,14 @@ class BatchInvariantBackend:
     def __init__(self, inner: backends.Backend) -> None:
         self._inner = inner
         self.capabilities = replace(inner.capabilities, shared_prefix_worth=None)
+
+    def warmup(
+        self, layers: Sequence[backends.LayerCall], *, max_num_seqs: int, max_query_len: int
+    ) -> None:
+        """As `Backend.warmup`, for its own calls."""
+        calls = [replace(one, terms=replace(one.terms, batch_invariant=True)) for one in layers]
+        most = max(max_num_seqs, max_query_len)  # each token is a sequence
+        self._inner.warmup(calls, max_num_seqs=most, max_query_len=1)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -118,19 +166,21 @@ def _token_by_token(batch: backends.PagedBatch) -> list[tuple[slice, backends.Pa
 
 
 def _calls_of(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
+    """Shapes depend on no value, as CUDA graphs need; surplus tokens are sequences of no token."""
     if batch.max_query_len == 1:
         return [(slice(None), batch)]
-    counts, device = batch.query_start_loc.diff(), batch.query_start_loc.device
-    owners = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
-    places = torch.arange(len(owners) + 1, dtype=torch.int32, device=device)
-    behind = batch.query_start_loc[1:][owners] - places[:-1]  # rows of its sequence from it on
-    seq_lens = batch.seq_lens[owners] - behind + 1
+    ends, last = batch.query_start_loc[1:], batch.query_start_loc[-1]
+    places = torch.arange(batch.num_tokens + 1, dtype=ends.dtype, device=ends.device)
+    owners = torch.searchsorted(ends, places[:-1], right=True).clamp(max=len(ends) - 1)
+    behind = ends[owners] - places[:-1]  # rows of its sequence from it on
+    seq_lens = (batch.seq_lens[owners] - behind + 1).masked_fill(behind <= 0, 0)
     calls = []
-    for first in range(0, len(owners), _AT_ONCE):
-        rows = slice(first, min(first + _AT_ONCE, len(owners)))
+    for first in range(0, batch.num_tokens, _AT_ONCE):
+        rows = slice(first, min(first + _AT_ONCE, batch.num_tokens))
+        here = (last - first).clamp(min=0)
         some = replace(
             batch,
-            query_start_loc=places[: rows.stop - first + 1],
+            query_start_loc=torch.minimum(places[: rows.stop - first + 1], here),
             seq_lens=seq_lens[rows],
             block_table=batch.block_table[owners[rows]],
             slot_mapping=batch.slot_mapping[rows],
@@ -148,8 +198,16 @@ _ROUNDED = frozenset({"cos", "exp", "gelu", "mish", "sigmoid", "silu", "sin", "s
 the rest that does not fill a processor's vector in another way."""
 
 
-class _RowByRow(TorchFunctionMode):
-    """Computes linear layers, and functions that are not exact, row by row."""
+class RowByRow(TorchFunctionMode):
+    """Computes linear layers, and functions that are not exact, row by row.
+
+    Args:
+        in_tiles: as on a GPU, by `invariant_kernels.py`.
+    """
+
+    def __init__(self, *, in_tiles: bool = False) -> None:
+        super().__init__()
+        self._in_tiles = in_tiles
 
     def __torch_function__(
         self,
@@ -159,20 +217,20 @@ class _RowByRow(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         del types
-        if func is functional.linear:
-            return _linear(*args, **(kwargs or {}))  # type: ignore[arg-type]
+        given, more = kwargs or {}, self._in_tiles
         name = getattr(func, "__name__", "")
-        on_gpu = bool(args) and isinstance(args[0], Tensor) and args[0].is_cuda
-        if on_gpu and name in _SUMS:
-            return _summed(name, func, *args, **(kwargs or {}))  # type: ignore[arg-type]
-        if name in _ROUNDED and not on_gpu and isinstance(args[0], Tensor) and args[0].ndim > 1:
-            return _each_row(func, args[0], args[1:], kwargs or {})
+        if func is functional.linear:
+            return (_linear_in_tiles if more else _linear)(*args, **given)  # type: ignore[arg-type]
+        if more and name in _SUMS and isinstance(args[0], Tensor):
+            return _summed(name, func, *args, **given)  # type: ignore[arg-type]
+        if not more and name in _ROUNDED and isinstance(args[0], Tensor) and args[0].ndim > 1:
+            return _each_row(func, args[0], args[1:], given)
         if name in _MIXED:
             raise UnsupportedModelError(
                 f"batch_invariant: this model computes rows of several tokens in one "
                 f"{func.__name__}; leave --batch-invariant out"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **given)
 
 
 def _each_row(
@@ -204,15 +262,16 @@ def _summed(
         or rows.dtype.itemsize > 4
     ):
         return func(rows, dim, keepdim, **kwargs) if dims else func(rows, **kwargs)
-    total = model.forward.invariant_kernels.sum_rows(rows)
-    total = (total / rows.shape[-1] if name == "mean" else total).to(rows.dtype)
+    total: Tensor = torch.ops.kvcore_rows.add_up(rows, name == "mean").to(rows.dtype)
     return total.unsqueeze(-1) if keepdim else total
 
 
+def _linear_in_tiles(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product: Tensor = torch.ops.kvcore_rows.multiply(rows, weight, bias)
+    return product
+
+
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if rows.is_cuda:
-        product: Tensor = model.forward.invariant_kernels.multiply(rows, weight, bias)
-        return product
     flat = rows.reshape(-1, rows.shape[-1])
     out = flat.new_empty((flat.shape[0], weight.shape[0]))
     for row, into in zip(flat, out, strict=True):
