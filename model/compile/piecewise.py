@@ -30,16 +30,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
-from model.compile.pieces import MOST, Piece
+from model.compile.pieces import MOST, Piece, has_stored_pieces, start_processes
 from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
 
 
 def start_compiler() -> None:
-    """Load PyTorch's compiler and start the processes it compiles in. Seconds, once."""
-    import_module("torch._inductor.async_compile").maybe_warm_pool()  # they load PyTorch too
+    """Load PyTorch's compiler; where no piece is stored, start what it compiles in. A second, once.
+
+    Stored pieces need the compiler's modules, and none of its processes.
+    """
+    if not has_stored_pieces():
+        start_processes()
     import_module("torch._inductor.compile_fx")
-    import_module("torch._inductor.codecache").torch_key()  # reads all sources of PyTorch
 
 
 _LEAST = 2
