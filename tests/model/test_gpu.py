@@ -532,7 +532,7 @@ def test_steps_of_few_tokens_are_as_near_to_the_network_as_those_of_many(archite
         )
         engine = Engine(model, backend, config)
         engine.prepare()
-        assert getattr(engine.network._traced, "has_few_row_pieces", False) == compiles
+        assert getattr(engine.network._traced[False], "has_few_row_pieces", False) == compiles
         params = SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)
         done = engine.generate(PROMPTS, params)
         found.append([[(token.token_id, token.logprob) for token in one.tokens] for one in done])
