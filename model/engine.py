@@ -460,19 +460,12 @@ def engine_of(
 
 
 def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig) -> PagedNetwork:
-    """The network, and what its caches will store.
-
-    Raises:
-        UnsupportedModelError: on a GPU draft tokens are drawn in another way than single tokens.
-    """
-    if config.batch_invariant and config.is_speculative and backend.device.type == "cuda":
-        source = "--drafts" if config.draft_model is None else "--draft-model"
-        raise UnsupportedModelError(
-            f"batch_invariant: wanted no {source} on a GPU, where accepted draft tokens have other "
-            "last bits"
-        )
-    kind = BatchInvariantNetwork if config.batch_invariant else PagedNetwork
-    network = kind(model, backend)
+    """The network, and what its caches will store."""
+    if config.batch_invariant:
+        most = max(config.max_num_batched_tokens, config.max_rows)
+        network: PagedNetwork = BatchInvariantNetwork(model, backend, most)
+    else:
+        network = PagedNetwork(model, backend)
     if config.kv_dtype == "fp8":
         block_size = _fitted(config, network).block_size
         quantise(network, block_size=block_size, vocab_size=network.vocab_size)
@@ -508,8 +501,7 @@ def _limited(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
     """The configuration with as many requests at once as have a block, and a state, each."""
     least = 1 + network.layout.blocks_per_state(config.block_size)
     most = min(config.max_num_seqs, max(1, (network.num_blocks - 1) // least))
-    eager = config.eager or config.batch_invariant
-    return replace(config, max_num_seqs=most, eager=eager)
+    return replace(config, max_num_seqs=most)
 
 
 def _event_hash(config: EngineConfig) -> kvcore.HashAlgorithm | None:

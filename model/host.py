@@ -4,18 +4,20 @@ Code that needs one of these uses the host that it is given. `tests/simulation` 
 time and threads are simulated, so that a run can be repeated exactly. Code on an event loop uses
 the loop instead: `loop.time`, `asyncio.sleep`, `asyncio.to_thread`.
 
-`importing` and `part_of_start` are for the start of a process; the second is read by
-`python -m tests.bench start`.
+`importing`, `part_of_start` and `log_age` are for the start of a process; what the last two log is
+read by `python -m tests.bench start`.
 
 Does not know: its callers.
 """
 
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -68,6 +70,14 @@ def part_of_start(name: str) -> Iterator[None]:
     finally:
         took, work = time.perf_counter() - began, time.process_time() - worked
         _log.debug("%s: %.2f s, %.2f s of CPU", name, took, work)
+
+
+def log_age(name: str) -> None:
+    """Log at level DEBUG how long this process has existed, where the system tells. O(1)."""
+    with suppress(OSError, AttributeError, ValueError):
+        began = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK")
+        _log.debug("%s: %.2f s, %.2f s of CPU", name, age, time.process_time())
 
 
 @contextmanager

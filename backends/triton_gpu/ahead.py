@@ -6,8 +6,9 @@ Triton once and forks; each of its children makes its share of the caller's call
 without memory, as if on the caller's GPU, which none of them touches: a launch compiles the kernel
 and ends there. What is compiled lies on disk, where Triton finds it when the caller makes the call.
 
-Decides which process compiles what, and how the helper and its caller communicate. Invariants: a
-helper that fails, hangs or is missing costs time and nothing else; no process outlives its caller.
+Decides which process compiles what, when the helper starts (where kernels are on disk: once a call
+takes long), and how it and its caller communicate. Invariants: a helper that fails, hangs or is
+missing costs time and nothing else; no process outlives its caller.
 
 Does not know: which calls there are, what Triton keeps where.
 """
@@ -40,6 +41,8 @@ MOST_CHILDREN = 16
 """Each takes some 150 MB, and its assembler as much."""
 PATIENCE_S = 60.0
 """How long none of them finishes a call before the caller goes on without them."""
+SOON_S = 0.15
+"""A call that takes longer compiles a kernel: those on disk are read in some hundredths."""
 
 
 Calls = Callable[[Place], Sequence[Callable[[], object]]]
@@ -57,6 +60,7 @@ def make(calls: Calls, place: Place, gpu: Gpu) -> None:
         left = dict(enumerate(calls(place)))
         while left and not compilers.have_begun.is_set():
             left.popitem()[1]()
+            compilers.num_made += 1
         while left and (number := compilers.next_finished()) is not None:
             if number in left:
                 left.pop(number)()
@@ -65,10 +69,11 @@ def make(calls: Calls, place: Place, gpu: Gpu) -> None:
 
 
 class _Compilers:
-    """The processes, from `with` on; ended at its end.
+    """The processes, from `with` on, if there is something to compile; ended at its end.
 
     Attributes:
         have_begun: that they compile.
+        num_made: the calls that the caller has made without them.
     """
 
     def __init__(self, gpu: Gpu, calls: Calls) -> None:
@@ -76,21 +81,43 @@ class _Compilers:
         self._helper: subprocess.Popen[bytes] | None = None
         self._listener: threading.Thread | None = None
         self._finished: SimpleQueue[int | None] = SimpleQueue()
+        self._starting, self._is_over = threading.Lock(), threading.Event()
         self.have_begun = threading.Event()
+        self.num_made = 0
 
     def __enter__(self) -> Self:
-        try:
-            job = _pickled(self._job)
-            self._helper = helper = _start()
-            listener = threading.Thread(target=self._listen, args=(helper, job), daemon=True)
+        listener = threading.Thread(target=self._run, daemon=True)
+        with suppress(RuntimeError):  # no threads: the caller compiles
             listener.start()
             self._listener = listener
-        except Exception:  # noqa: BLE001  # no Python, no processes, no threads: the caller compiles
-            self._end()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end()
+
+    def _run(self) -> None:
+        """Start a helper once one is needed, and listen to it."""
+        try:
+            if not self._is_needed():
+                return
+            job = _pickled(self._job)
+            with self._starting:
+                if self._is_over.is_set():
+                    return
+                self._helper = helper = _start()
+        except Exception:  # noqa: BLE001  # no Python, no processes: the caller compiles
+            return
+        self._listen(helper, job)
+
+    def _is_needed(self) -> bool:
+        """Wait until a call takes long, if any kernel is on disk; whether one does."""
+        with suppress(OSError):
+            made = -1 if any(True for _ in Path(triton.knobs.cache.dir).iterdir()) else 0
+            while made != self.num_made:
+                made = self.num_made
+                if self._is_over.wait(SOON_S):
+                    return False
+        return True
 
     def next_finished(self) -> int | None:
         """The number of a call whose kernels are on disk; None: none has come for long, or will."""
@@ -112,7 +139,9 @@ class _Compilers:
         self.have_begun.set()
 
     def _end(self) -> None:
-        helper, self._helper = self._helper, None
+        self._is_over.set()
+        with self._starting:
+            helper, self._helper = self._helper, None
         if helper is None:
             return
         if self.have_begun.is_set() and helper.stdin:

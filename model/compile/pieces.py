@@ -16,7 +16,9 @@ import logging
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +96,35 @@ class Piece(nn.Module):
         return torch.compile(self._module, backend=self._backend, options=options, fullgraph=True)
 
 
+def has_stored_pieces() -> bool:
+    """Whether an earlier start has stored pieces, of this network or another. O(1)."""
+    with suppress(OSError):
+        return any(True for _ in _folder().iterdir())
+    return False
+
+
+def start_processes() -> None:
+    """Start the processes that PyTorch compiles in, each of which loads PyTorch; once. O(1)."""
+    import_module("torch._inductor.async_compile").maybe_warm_pool()
+
+
+def _folder() -> Path:
+    return cache_dir() / "pieces"
+
+
 def _kept(
     module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
 ) -> tuple[Callable[..., Sequence[Tensor]], tuple[int, int]]:
     """The compiled piece, from the disk or for it, and its limits. Raises where that cannot be."""
-    path = cache_dir() / "pieces" / _digest(module, inputs, sized)
+    path = _folder() / _digest(module, inputs, sized)
     try:
         content = read_file(path)
         first, second = _HEAD.unpack(content[: _HEAD.size])
         return _loaded(content[_HEAD.size :]), (first, second)
     except Exception as error:  # noqa: BLE001  # a file may hold anything
         _log.debug("compiling: %s", error)
+    if inputs[0].device.type == "cuda":
+        start_processes()
     artifact, limits = _compile(module, inputs, sized)
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "piece"
@@ -128,13 +148,24 @@ def _digest(
     for tensor, dims in zip(inputs, sized, strict=True):
         shape, stride = [*tensor.shape], [*tensor.stride()]
         looks.append((shape, stride, tensor.dtype, str(tensor.device), dims))
-    inductor = import_module("torch._inductor")
-    key = import_module(
-        "torch._inductor.codecache"
-    ).torch_key()  # of PyTorch's and Triton's sources
-    facts = (module.code, looks, str(capability), inductor.config.get_hash(), key, _OPTIONS)
+    config = import_module("torch._inductor").config.get_hash()
+    facts = (module.code, looks, str(capability), config, _compilers(), _OPTIONS)
     own = Path(__file__).read_bytes()
     return hashlib.sha256(repr(facts).encode() + own).hexdigest()
+
+
+def _compilers() -> list[tuple[object, ...]]:
+    """Which PyTorch and which Triton this is: versions, and when they were installed. O(1).
+
+    PyTorch's own name for itself is the digest of all its sources, thousands of files.
+    """
+    found: list[tuple[object, ...]] = [(torch.__version__, torch.version.git_version)]
+    for name in ("torch", "triton"):
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            about = Path(spec.origin).stat()
+            found.append((name, spec.origin, about.st_size, about.st_mtime_ns))
+    return found
 
 
 def _compile(
@@ -212,11 +243,20 @@ def _limit(shapes: ShapeEnv, symbol: Any, hints: dict[Any, Any]) -> int:  # noqa
 
 
 def _loaded(content: bytes) -> Callable[..., Sequence[Tensor]]:
-    """The compiled piece that was saved."""
-    with tempfile.NamedTemporaryFile() as file:
+    """The compiled piece that was saved, by no other process; its name says by which PyTorch."""
+    compiler = import_module("torch._inductor")
+    codecache: Any = import_module("torch._inductor.codecache")
+    reader = import_module("torch.utils._appending_byte_serializer").BytesReader(content)
+    _, key = reader.read_bytes(), reader.read_bytes()
+    make_key = codecache.torch_key
+    with tempfile.NamedTemporaryFile() as file, compiler.config.patch(compile_threads=1):
         file.write(content)
         file.flush()
-        artifact: Callable[..., Sequence[Tensor]] = import_module(
-            "torch._inductor"
-        ).CompiledArtifact.load(path=file.name)
+        codecache.torch_key = lambda: key  # loading compares it, and making it takes long
+        try:
+            artifact: Callable[..., Sequence[Tensor]] = compiler.CompiledArtifact.load(
+                path=file.name
+            )
+        finally:
+            codecache.torch_key = make_key
     return artifact

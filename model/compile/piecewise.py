@@ -30,16 +30,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
-from model.compile.pieces import MOST, Piece
+from model.compile.pieces import MOST, Piece, has_stored_pieces, start_processes
 from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
 
 
 def start_compiler() -> None:
-    """Load PyTorch's compiler and start the processes it compiles in. Seconds, once."""
-    import_module("torch._inductor.async_compile").maybe_warm_pool()  # they load PyTorch too
+    """Load PyTorch's compiler; where no piece is stored, start what it compiles in. A second, once.
+
+    Stored pieces need the compiler's modules, and none of its processes.
+    """
+    if not has_stored_pieces():
+        start_processes()
     import_module("torch._inductor.compile_fx")
-    import_module("torch._inductor.codecache").torch_key()  # reads all sources of PyTorch
 
 
 _LEAST = 2
@@ -51,13 +54,17 @@ class PiecewiseNetwork(TracedNetwork):
     """A traced network in compiled pieces; made by `compile_piecewise`.
 
     PyTorch compiles a size of one separately: so a single token runs through the traced network,
-    and a single row of logits is padded to two.
+    unless `is_alone`, and a single row of logits is padded to two.
 
     Args:
         module: the pieces.
         plain: the traced network.
         few: pieces for steps of few tokens; None: there are none.
         sizes: the numbers of tokens that use `few` after `settle`; before that `FEW_ROWS`.
+        is_alone: whether the pieces serve all steps, which the caller keeps within `limits`.
+
+    Attributes:
+        limits: the most tokens, and the most rows, of the pieces.
     """
 
     def __init__(
@@ -66,16 +73,21 @@ class PiecewiseNetwork(TracedNetwork):
         plain: TracedNetwork,
         few: fx.GraphModule | None = None,
         sizes: tuple[int, ...] = (),
+        *,
+        is_alone: bool = False,
     ) -> None:
         super().__init__(module, plain.terms, plain.recurrent)
         self._plain = plain
         self._few = None if few is None else TracedNetwork(few, plain.terms, plain.recurrent)
         self._sizes: tuple[int, ...] = FEW_ROWS
         self._settled_sizes = sizes
-        self._limits = (MOST, MOST)  # tokens and rows at most of the pieces
+        self.limits = (MOST, MOST)
+        self._is_alone = is_alone
 
     def _choose(self, num_tokens: int, rows: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
-        if num_tokens == 1 or num_tokens > self._limits[0] or len(rows) > self._limits[1]:
+        most_tokens, most_rows = self.limits
+        serves = 1 < num_tokens <= most_tokens and len(rows) <= most_rows
+        if not (serves or self._is_alone):
             return self._plain.module.forward, rows
         if len(rows) < _LEAST:
             rows = nn.functional.pad(rows, (0, _LEAST - len(rows)))
@@ -106,7 +118,7 @@ class PiecewiseNetwork(TracedNetwork):
         for piece in self.pieces:
             piece.settle()
         tokens, rows = zip(*[piece.limits for piece in self.pieces], strict=True)
-        self._limits = min(tokens), min(rows)
+        self.limits = min(tokens), min(rows)
 
     def _few_are_near(self, few: TracedNetwork) -> bool:
         """Whether steps of few tokens give logits close to the network's, on its own device."""
@@ -127,6 +139,8 @@ def compile_piecewise(
     kernels: Kernels | None = None,
     least: int | None = None,
     behind: Collection[Tensor] = (),
+    *,
+    is_alone: bool = False,
 ) -> PiecewiseNetwork:
     """Cut a traced network into pieces; they are compiled when they first run.
 
@@ -139,6 +153,7 @@ def compile_piecewise(
         kernels: for steps of few tokens; None: such steps run like all others.
         least: the smallest weight, in numbers, whose product they compute; None: where they gain.
         behind: weights that are laid out behind all others of their product.
+        is_alone: see `PiecewiseNetwork`.
 
     Raises:
         UnsupportedModelError: a piece depends on a number that is no size of its tensors.
@@ -152,7 +167,7 @@ def compile_piecewise(
     whole = _cut(source, backend, ())
     cuts = () if kernels is None else tuple(kernels)
     if few is None:
-        return PiecewiseNetwork(whole, traced)
+        return PiecewiseNetwork(whole, traced, is_alone=is_alone)
     return PiecewiseNetwork(whole, traced, _cut(few, backend, cuts), few_row_sizes(few))
 
 
@@ -174,10 +189,14 @@ def _joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.Graph
     module = fx.GraphModule(source, graph)
     groups: dict[object, list[Any]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is nn.functional.linear:
+        if node.op == "call_function" and _is_product(node.target):
             values: list[Any] = [getattr(module, str(one.target), None) for one in node.args[1:]]
             if all(isinstance(value, nn.Parameter) and value.is_contiguous() for value in values):
-                kind = (node.args[0], *[(value.dtype, value.shape[1:]) for value in values])
+                kind = (
+                    node.target,
+                    node.args[0],
+                    *[(value.dtype, value.shape[1:]) for value in values],
+                )
                 groups.setdefault(kind, []).append(node)
     last = {id(weight) for weight in behind}
     for number, nodes in enumerate(nodes for nodes in groups.values() if len(nodes) > 1):
@@ -186,6 +205,11 @@ def _joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.Graph
             _join(module, nodes, f"joined_{number}")
     module.recompile()
     return module
+
+
+def _is_product(target: object) -> bool:
+    """Whether it multiplies rows with a weight: of batch-invariant mode by an operator of ours."""
+    return target is nn.functional.linear or str(target) == "kvcore_rows.multiply.default"
 
 
 def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
@@ -200,7 +224,7 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
                 one.data = part
             setattr(module, f"{name}_{place}", whole)
             tensors.append(graph.get_attr(f"{name}_{place}"))
-        product = graph.call_function(nn.functional.linear, (first.args[0], *tensors))
+        product = graph.call_function(first.target, (first.args[0], *tensors))
         start = 0
         for node in nodes:
             size = len(getattr(module, node.args[1].target))

@@ -118,11 +118,14 @@ class GraphStore:
 def digest(network: PreTrainedModel) -> str:
     """A name for all that a trace depends on. O(modules) and the bytes of their source files.
 
-    Versions, the configuration, the class, source file and plain attributes of every module, how
-    each tensor looks, the device, and our own sources. Not the weights: a trace sees no values.
+    Versions, the configuration, the modes of PyTorch's functions, the class, source file and plain
+    attributes of every module, how each tensor looks, the device, and our own sources. Not the
+    weights: a trace sees no values.
     """
     facts: list[object] = [torch.__version__, transformers.__version__, platform.python_version()]
-    facts += [torch.get_default_dtype(), json.dumps(network.config.to_dict(), default=str)]
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # noqa: SLF001
+    facts += [[type(mode).__qualname__ for mode in modes], torch.get_default_dtype()]
+    facts += [json.dumps(network.config.to_dict(), default=str)]
     files = {*kvcore.adapters.recurrent.__path__}
     files |= {str(Path(__file__).parents[1] / name) for name in _OURS}
     sources = [file for folder in files for file in Path(folder).rglob("*.py")]

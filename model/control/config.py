@@ -26,7 +26,6 @@ _EXCLUSIVE = (
     ("kv_memory_bytes", "kv_memory_fraction"),
     ("eager", "compile"),
     ("draft_model", "drafts"),
-    ("batch_invariant", "compile"),
     ("sanitize", "compile"),
 )
 
@@ -238,9 +237,8 @@ class EngineConfig(StepLimits):
     batch_invariant: bool = setting(
         False,
         help="deterministic inference: the output of a request does not depend on other requests, "
-        "chunked prefill or prefix cache hits (batch invariance); slow, prompts most of all; "
-        "implies --eager; on a GPU without draft tokens, because kernels for several tokens of a "
-        "sequence round differently",
+        "chunked prefill, prefix cache hits or draft tokens (batch invariance); slower, prompts "
+        "most of all; on a CPU implies --eager",
     )
     async_scheduling: bool | None = setting(
         None,

@@ -7,7 +7,8 @@ order for another number of rows.
 
 Decides: attention runs in its batch-invariant mode with each token as a query of its own, and
 every linear layer computes its rows one by one, as if each token were alone: on a GPU in tiles that
-do not depend on their number (`invariant_kernels.py`), as are means and sums of rows.
+do not depend on their number (`invariant_kernels.py`), as are means and sums of rows. There both
+are operators, so that a trace has them, and steps are captured as CUDA graphs.
 
 Invariants: a row's bits depend on its token and the tokens before it alone: not on other requests,
 and not on chunked prefill, prefix cache hits, preemption or draft tokens of its own. Products of
@@ -18,19 +19,55 @@ Does not know: what a step computes, sampling.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import backends
 import model.forward
 from model.attention.batch import StepTensors
+from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
+from model.compile.traced_network import TracedNetwork
 from model.errors import UnsupportedModelError
+from model.forward.lora import Adapters
 from model.forward.network import PagedNetwork
+from model.load.images import NoImages
 from model.load.loader import LoadedModel
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product: Tensor = model.forward.invariant_kernels.multiply(x, weight, bias)
+    return product
+
+
+def _add_up(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001  # as operators have it
+    total: Tensor = model.forward.invariant_kernels.add_up(x, is_mean)
+    return total
+
+
+def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    del bias
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _total_of(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001
+    del is_mean
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+_library = torch.library.Library("kvcore_rows", "DEF")  # type: ignore[no-untyped-call]
+for _name, _arguments, _run, _shape in (
+    ("multiply", "Tensor x, Tensor weight, Tensor? bias=None", _multiply, _product_of),
+    ("add_up", "Tensor x, bool is_mean", _add_up, _total_of),
+):
+    _library.define(f"{_name}({_arguments}) -> Tensor")  # type: ignore[no-untyped-call]
+    for _device in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+        _library.impl(_name, _run, _device)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _shape, "Meta")  # type: ignore[no-untyped-call]
 
 _MIXED = frozenset({"bmm", "baddbmm", "_grouped_mm", "grouped_mm"})
 
@@ -38,12 +75,20 @@ _MIXED = frozenset({"bmm", "baddbmm", "_grouped_mm", "grouped_mm"})
 class BatchInvariantNetwork(PagedNetwork):
     """A network whose rows do not depend on each other's number.
 
+    Compiled pieces serve every step: a kernel of a compiler adds up a row in one way for any number
+    of rows, but another kernel may do it in another way.
+
+    Args:
+        model: see `PagedNetwork`.
+        backend: see `PagedNetwork`.
+        most_tokens: of a step, and the most rows of logits.
+
     Raises:
         UnsupportedModelError: the backend has no batch-invariant attention, or the network has
             recurrent layers.
     """
 
-    def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
+    def __init__(self, model: LoadedModel, backend: backends.Backend, most_tokens: int) -> None:
         if "batch_invariant" not in backend.capabilities.features:
             raise UnsupportedModelError(
                 f"batch_invariant: backend {backend.name} has no batch-invariant attention"
@@ -54,11 +99,114 @@ class BatchInvariantNetwork(PagedNetwork):
                 "batch_invariant: this model has recurrent layers, which compute a prompt in other "
                 "steps than a token; leave --batch-invariant out"
             )
+        self._in_tiles = backend.device.type == "cuda"
+        self._most_tokens = most_tokens
+        self._has_images = not isinstance(model.images, NoImages)
+
+    def trace(self) -> None:
+        """As `PagedNetwork.trace`, on a GPU."""
+        if not self._in_tiles:
+            raise UnsupportedModelError("batch_invariant: a CPU computes each row by itself")
+        with RowByRow(in_tiles=True):
+            super().trace()
+
+    def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
+        """As `PagedNetwork._cut`; the compiler adds up rows between products."""
+        if self._has_images or adapters is not None:
+            kind = "images" if self._has_images else "adapters"
+            raise UnsupportedModelError(f"batch_invariant: steps with {kind} would round otherwise")
+        return compile_piecewise(_fusible(traced), is_alone=True)
+
+    def _compile(
+        self, step: StepTensors, few: StepTensors, adapters: Adapters | None = None
+    ) -> Tensor:
+        """As `PagedNetwork._compile`; checks that the pieces are batch-invariant."""
+        config = import_module("torch._inductor.config")
+        with config.patch(deterministic=True):  # kernels are not chosen by their times
+            logits = super()._compile(step, few, adapters)
+        pieces = cast("PiecewiseNetwork", self._traced[False])
+        most = min(pieces.limits)
+        if most < self._most_tokens:
+            raise UnsupportedModelError(
+                f"batch_invariant: wanted a max_num_batched_tokens of at most {most} in compiled "
+                f"pieces, got {self._most_tokens}"
+            )
+        check_rows(pieces, self.device, self.vocab_size)
+        return logits
 
     def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
         """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
-        with _RowByRow():
-            return super().logits(step, backend=backend)
+        if not isinstance(self._traced.get(False), PiecewiseNetwork):
+            with RowByRow(in_tiles=self._in_tiles):
+                return super().logits(step, backend=backend)
+        return super().logits(_padded(step) if step.input_ids.shape[1] == 1 else step)
+
+
+def _fusible(traced: TracedNetwork) -> TracedNetwork:
+    """The same with PyTorch's sums and means, which a compiler fuses."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.module.graph, {}))
+    for node in graph.nodes:
+        if node.target is torch.ops.kvcore_rows.add_up.default:
+            rows, is_mean = node.args
+            node.target = torch.mean if is_mean else torch.sum
+            node.args, node.kwargs = (rows, [-1], False), {"dtype": torch.float32}
+    return TracedNetwork(fx.GraphModule(traced.module, graph), traced.terms, traced.recurrent)
+
+
+def _padded(step: StepTensors) -> StepTensors:
+    """A step of one token with another one that is of no sequence."""
+    return replace(
+        step,
+        input_ids=functional.pad(step.input_ids, (0, 1)),
+        position_ids=functional.pad(step.position_ids, (0, 1)),
+        paged=tuple(
+            replace(one, slot_mapping=functional.pad(one.slot_mapping, (0, 1), value=-1))
+            for one in step.paged
+        ),
+    )
+
+
+class _Alone:
+    """A pass in which each token attends to itself."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: backends.AttentionTerms,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """Numbers of the token's rows, added up."""
+        del chosen
+        places = torch.arange(query.shape[1], device=query.device) % key.shape[1]
+        width = value.shape[2]
+        return query[..., :width] * terms.scale + key[:, places, :width] + value[:, places] + layer
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """The first token."""
+        del layer, weights, key
+        return query.new_zeros((len(query), count), dtype=torch.int32)
+
+
+_TRIED = (2, 3, 17, 300)
+
+
+def check_rows(traced: TracedNetwork, device: torch.device, vocab_size: int) -> None:
+    """Raise unless a row has the same bits in steps of other sizes. A few passes.
+
+    Raises:
+        UnsupportedModelError: it has not.
+    """
+    ids = torch.arange(1, max(_TRIED) + 1, device=device)[None] * 7919 % vocab_size
+    with torch.no_grad():
+        whole = traced.logits(ids, ids % 37, torch.arange(max(_TRIED), device=device), _Alone())
+        for count in _TRIED:
+            some, rows = ids[:, -count:], torch.arange(count, device=device)
+            if not torch.equal(traced.logits(some, some % 37, rows, _Alone()), whole[-count:]):
+                raise UnsupportedModelError("batch_invariant: its rows depend on their number")
 
 
 class BatchInvariantBackend:
@@ -67,6 +215,14 @@ class BatchInvariantBackend:
     def __init__(self, inner: backends.Backend) -> None:
         self._inner = inner
         self.capabilities = replace(inner.capabilities, shared_prefix_worth=None)
+
+    def warmup(
+        self, layers: Sequence[backends.LayerCall], *, max_num_seqs: int, max_query_len: int
+    ) -> None:
+        """As `Backend.warmup`, for its own calls."""
+        calls = [replace(one, terms=replace(one.terms, batch_invariant=True)) for one in layers]
+        most = max(max_num_seqs, max_query_len)  # each token is a sequence
+        self._inner.warmup(calls, max_num_seqs=most, max_query_len=1)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -118,19 +274,21 @@ def _token_by_token(batch: backends.PagedBatch) -> list[tuple[slice, backends.Pa
 
 
 def _calls_of(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
+    """Shapes depend on no value, as CUDA graphs need; surplus tokens are sequences of no token."""
     if batch.max_query_len == 1:
         return [(slice(None), batch)]
-    counts, device = batch.query_start_loc.diff(), batch.query_start_loc.device
-    owners = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
-    places = torch.arange(len(owners) + 1, dtype=torch.int32, device=device)
-    behind = batch.query_start_loc[1:][owners] - places[:-1]  # rows of its sequence from it on
-    seq_lens = batch.seq_lens[owners] - behind + 1
+    ends, last = batch.query_start_loc[1:], batch.query_start_loc[-1]
+    places = torch.arange(batch.num_tokens + 1, dtype=ends.dtype, device=ends.device)
+    owners = torch.searchsorted(ends, places[:-1], right=True).clamp(max=len(ends) - 1)
+    behind = ends[owners] - places[:-1]  # rows of its sequence from it on
+    seq_lens = (batch.seq_lens[owners] - behind + 1).masked_fill(behind <= 0, 0)
     calls = []
-    for first in range(0, len(owners), _AT_ONCE):
-        rows = slice(first, min(first + _AT_ONCE, len(owners)))
+    for first in range(0, batch.num_tokens, _AT_ONCE):
+        rows = slice(first, min(first + _AT_ONCE, batch.num_tokens))
+        here = (last - first).clamp(min=0)
         some = replace(
             batch,
-            query_start_loc=places[: rows.stop - first + 1],
+            query_start_loc=torch.minimum(places[: rows.stop - first + 1], here),
             seq_lens=seq_lens[rows],
             block_table=batch.block_table[owners[rows]],
             slot_mapping=batch.slot_mapping[rows],
@@ -148,8 +306,16 @@ _ROUNDED = frozenset({"cos", "exp", "gelu", "mish", "sigmoid", "silu", "sin", "s
 the rest that does not fill a processor's vector in another way."""
 
 
-class _RowByRow(TorchFunctionMode):
-    """Computes linear layers, and functions that are not exact, row by row."""
+class RowByRow(TorchFunctionMode):
+    """Computes linear layers, and functions that are not exact, row by row.
+
+    Args:
+        in_tiles: as on a GPU, by `invariant_kernels.py`.
+    """
+
+    def __init__(self, *, in_tiles: bool = False) -> None:
+        super().__init__()
+        self._in_tiles = in_tiles
 
     def __torch_function__(
         self,
@@ -159,20 +325,20 @@ class _RowByRow(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         del types
-        if func is functional.linear:
-            return _linear(*args, **(kwargs or {}))  # type: ignore[arg-type]
+        given, more = kwargs or {}, self._in_tiles
         name = getattr(func, "__name__", "")
-        on_gpu = bool(args) and isinstance(args[0], Tensor) and args[0].is_cuda
-        if on_gpu and name in _SUMS:
-            return _summed(name, func, *args, **(kwargs or {}))  # type: ignore[arg-type]
-        if name in _ROUNDED and not on_gpu and isinstance(args[0], Tensor) and args[0].ndim > 1:
-            return _each_row(func, args[0], args[1:], kwargs or {})
+        if func is functional.linear:
+            return (_linear_in_tiles if more else _linear)(*args, **given)  # type: ignore[arg-type]
+        if more and name in _SUMS and isinstance(args[0], Tensor):
+            return _summed(name, func, *args, **given)  # type: ignore[arg-type]
+        if not more and name in _ROUNDED and isinstance(args[0], Tensor) and args[0].ndim > 1:
+            return _each_row(func, args[0], args[1:], given)
         if name in _MIXED:
             raise UnsupportedModelError(
                 f"batch_invariant: this model computes rows of several tokens in one "
                 f"{func.__name__}; leave --batch-invariant out"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **given)
 
 
 def _each_row(
@@ -204,15 +370,16 @@ def _summed(
         or rows.dtype.itemsize > 4
     ):
         return func(rows, dim, keepdim, **kwargs) if dims else func(rows, **kwargs)
-    total = model.forward.invariant_kernels.sum_rows(rows)
-    total = (total / rows.shape[-1] if name == "mean" else total).to(rows.dtype)
+    total: Tensor = torch.ops.kvcore_rows.add_up(rows, name == "mean").to(rows.dtype)
     return total.unsqueeze(-1) if keepdim else total
 
 
+def _linear_in_tiles(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product: Tensor = torch.ops.kvcore_rows.multiply(rows, weight, bias)
+    return product
+
+
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if rows.is_cuda:
-        product: Tensor = model.forward.invariant_kernels.multiply(rows, weight, bias)
-        return product
     flat = rows.reshape(-1, rows.shape[-1])
     out = flat.new_empty((flat.shape[0], weight.shape[0]))
     for row, into in zip(flat, out, strict=True):

@@ -291,9 +291,7 @@ class PagedNetwork:
             adapters: that the step has.
         """
         adapted = adapters is not None
-        kernels = None if adapted else kernels_for(self.device, self._network.dtype)
-        behind = () if adapters is None else adapters.downs
-        pieces = compile_piecewise(self._traced[adapted], kernels=kernels, behind=behind)
+        pieces = self._cut(self._traced[adapted], adapters)
         self._traced = {**self._traced, adapted: pieces}
         with warnings.catch_warnings(action="ignore"):  # of the compiler
             logits = self.logits(step)
@@ -301,6 +299,12 @@ class PagedNetwork:
                 self.logits(few)
         pieces.settle()
         return logits
+
+    def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
+        """A traced network in pieces, to be compiled by their first steps."""
+        if adapters is not None:
+            return compile_piecewise(traced, behind=adapters.downs)
+        return compile_piecewise(traced, kernels=kernels_for(self.device, self._network.dtype))
 
     def warm_up(
         self, calls: Sequence[backends.LayerCall], max_num_seqs: int, max_query_len: int

@@ -59,7 +59,7 @@ def compiles(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _may_trace(config: EngineConfig) -> bool:
-    return not (config.eager or config.sanitize or config.batch_invariant)
+    return not (config.eager or config.sanitize)
 
 
 def is_small(num_parameters: int) -> bool:

@@ -350,19 +350,23 @@ class GpuPasses:
             places.append(place)
         return reach_of_bins(*places)
 
+    def log_sums(self, logits: Tensor) -> Tensor:
+        """See `Passes`: the weights' sum, which is exact."""
+        best = self.most_likely(logits)[0][:, None].float()
+        ones = torch.ones_like(best)
+        total = _chunk_sums(logits, best, ones, ones / 0).sum(-1, keepdim=True)
+        return best + (total.double() / 2.0**35).log().float()
+
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
     ) -> Tensor:
         """See `Passes`."""
         rows, chunks = len(logits), triton.cdiv(logits.shape[1], CHUNK)
-        sums = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         best = best.contiguous()
         strides = (sharpness.stride(0), reach.stride(0))
+        sums = _chunk_sums(logits, best, sharpness, reach)
         if rows:
-            _sum_chunks[rows, triton.cdiv(chunks, TILE)](
-                logits, best, sharpness, reach, sums, *strides, *_sizes(logits), CHUNK, TILE
-            )  # fmt: skip
             _invert[rows,](
                 logits, sums, best, sharpness, reach, numbers.contiguous(), tokens, *strides,
                 *_sizes(logits), CHUNK, _width(chunks),
@@ -379,6 +383,18 @@ class GpuPasses:
                 self.top_values(logits, min(count, vocab_size))
             reach = self.nuclear_reach(logits, best, one, one.double())
             self.invert(logits, best, one, reach, one.double() / 2)
+
+
+def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
+    """The weights of each chunk: int64 [num_rows, chunks]."""
+    rows, chunks = len(logits), triton.cdiv(logits.shape[1], CHUNK)
+    sums = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
+    if rows:
+        _sum_chunks[rows, triton.cdiv(chunks, TILE)](
+            logits, best, sharpness, reach, sums, sharpness.stride(0), reach.stride(0),
+            *_sizes(logits), CHUNK, TILE,
+        )  # fmt: skip
+    return sums
 
 
 def _sizes(logits: Tensor) -> tuple[int, int, int]:

@@ -76,6 +76,14 @@ class Passes(Protocol):
         """
         ...
 
+    def log_sums(self, logits: Tensor) -> Tensor:
+        """The logarithm of each row's sum of exp: float32 [num_rows, 1]; of its row alone.
+
+        Args:
+            logits: [num_rows, vocab_size].
+        """
+        ...
+
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Compile all kernels; a second per dtype, or nothing.
 
@@ -122,6 +130,11 @@ class PlainPasses:
         )
         place, _ = _first_above(weights.double().cumsum(dim=-1), target)
         return tokens.gather(1, place).squeeze(-1)
+
+    def log_sums(self, logits: Tensor) -> Tensor:
+        """See `Passes`: PyTorch adds up a single row in another order than several."""
+        rows = logits.float().split(1)  # type: ignore[no-untyped-call]
+        return torch.cat([row.logsumexp(dim=-1, keepdim=True) for row in rows])
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """See `Passes`: nothing to compile."""

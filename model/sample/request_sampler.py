@@ -555,10 +555,10 @@ def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Te
 
     float32 [num_rows, 1 + num_tops] and int64 [num_rows, num_tops]. O(num_rows * vocab_size).
     """
-    logits = logits.float()
+    sums, logits = passes_for(logits.device.type).log_sums(logits), logits.float()
     tops, ids = logits.topk(min(num_tops, logits.shape[-1]), dim=-1)
     chosen = logits.gather(1, tokens[:, None])
-    return torch.cat([chosen, tops], dim=-1) - logits.logsumexp(dim=-1, keepdim=True), ids
+    return torch.cat([chosen, tops], dim=-1) - sums, ids
 
 
 @dataclass(frozen=True, slots=True)

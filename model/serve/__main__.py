@@ -12,6 +12,8 @@ if __name__ == "__main__":
     with leaves():
         import sys
 
+        from model.cli import prefetch
+        from model.host import importing
         from model.serve.args import parse_args
         from model.serve.listener import listen
 
@@ -21,7 +23,9 @@ if __name__ == "__main__":
 
             sys.exit(follow(options.model, options.engine))
         listener = listen(options.serve)
+        prefetch.begin(options.model)
 
-        from model.serve.process import serve
+        with importing():
+            from model.serve.process import serve
 
         sys.exit(serve(options, listener))

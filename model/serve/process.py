@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from model.async_engine import AsyncEngine, EngineState
+from model.cli import prefetch
 from model.cli.files import OutputFile
 from model.cli.progress import say
 from model.cli.signals import stopping
 from model.errors import RankLostError, UsageError, shown, visible
-from model.host import importing
+from model.host import importing, log_age, part_of_start
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig
@@ -58,10 +59,13 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Visible())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    log_age("Python and the server's packages")
 
     def make() -> "EngineCore":
-        with importing():  # on the engine's thread: torch and Transformers
-            start = import_module("model.cli.start")
+        with importing(), part_of_start("imports"):  # on the engine's thread
+            import_module("torch")
+            prefetch.begin_with_torch(options.model)
+            start = import_module("model.cli.start")  # and Transformers
             import_module("model.serve.reading")
         made: EngineCore = start.make_engine(options.model, options.engine, say)
         made.prepare_grammars()

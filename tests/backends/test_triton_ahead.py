@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
 
+import triton
 from triton.runtime.jit import JITCallable
 
 from backends.triton_gpu import ahead, backend
 from backends.triton_gpu.shared import launch, place
 from tests.backends import ahead_calls
+from tests.backends.gpus import H100
 
 assert backend  # whose import brings in all kernels
 KERNELS = dict(launch._launchers)
@@ -109,6 +113,50 @@ def test_calls_are_made_once_their_kernels_are_there(tmp_path, behaviour):
 
 def test_calls_that_are_quick_wait_for_nobody(tmp_path):
     assert made(tmp_path, "quick") == [f"made {number}" for number in reversed(range(6))]
+
+
+@pytest.fixture
+def helpers(tmp_path, monkeypatch):
+    """An event for each helper that is started, none of which works."""
+    started = SimpleQueue()
+
+    def start():
+        started.put("a helper")
+        raise OSError
+
+    monkeypatch.setattr(ahead, "_start", start)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "kernels"))
+    return started
+
+
+def test_calls_whose_kernels_are_on_disk_start_no_process(tmp_path, helpers, monkeypatch):
+    monkeypatch.setattr(ahead, "SOON_S", 60)
+    (tmp_path / "kernels/of another start").mkdir(parents=True)
+    made(tmp_path, "quick")
+    assert helpers.empty()
+    compilers = idle()
+    compilers._is_over.set()
+    assert not compilers._is_needed()
+
+
+def idle():
+    """Compilers while their caller makes a call."""
+    return ahead._Compilers(H100, partial(ahead_calls.marking, None, 6))
+
+
+def test_a_call_that_takes_long_starts_a_helper(tmp_path, helpers):
+    (tmp_path / "kernels/of another start").mkdir(parents=True)
+    with idle():
+        assert helpers.get(timeout=30)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_without_any_kernel_on_disk_a_helper_starts_at_once(exists, tmp_path, helpers, monkeypatch):
+    monkeypatch.setattr(ahead, "SOON_S", 1000)
+    if exists:
+        (tmp_path / "kernels").mkdir()
+    with idle():
+        assert helpers.get(timeout=30)
 
 
 @pytest.mark.parametrize("behaviour", ["fails", "dies"])

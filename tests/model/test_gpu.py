@@ -19,8 +19,7 @@ import backends
 from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
 from model.compile import piecewise
 from model.engine import Engine
-from model.errors import UnsupportedModelError
-from model.forward import warm_up
+from model.forward import invariant_kernels, warm_up
 from model.forward.cuda_graphs import CudaGraphs
 from model.forward.network import PagedNetwork
 from model.load.loader import with_draft, wrap_network
@@ -28,9 +27,10 @@ from model.sample import sampler
 from model.sample.draw_graphs import DrawGraphs, GraphCapturer, Place, row_terms
 from model.sample.draw_kernels import GpuPasses
 from model.sample.grammars import Grammars
-from model.sample.request_sampler import RequestSampler
+from model.sample.request_sampler import RequestSampler, log_probabilities
 from tests.model import few_rows_check
 from tests.model.draw_kernels_check import check
+from tests.model.invariant_check import by_number
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
 from tests.model.recurrent_networks import KINDS
@@ -90,36 +90,113 @@ DRAWN = [
 ]
 
 
+GRAPHS = r"traced, \d+ graphs"
+
+
+def invariant_model(architecture, dtype):
+    built = build(architecture, 25)
+    network = built.network.to(backends.get_backend("triton").device, dtype)
+    return wrap_network(architecture, network, built.codec)
+
+
+def invariant_outputs(model, numbers, how="", **fields):
+    """Tokens and log-probabilities of requests that find their own prompts again; statistics."""
+    fields = {"num_blocks": 90, "block_size": 16, "max_num_seqs": 8, **fields}
+    engine = Engine(model, backends.get_backend("triton"), EngineConfig(**fields))
+    if how:
+        assert re.fullmatch(how, engine.prepare())
+    texts, params = [TEXTS[n] for n in numbers], [DRAWN[n] for n in numbers]
+    engine.generate(texts, params)
+    again = [one.tokens for one in engine.generate(texts, params)]
+    return again, engine.stats
+
+
+def check_invariant(model, alone, how="", **fields):
+    """A request has the same bits in batches, in chunks, with hits, preempted and with drafts."""
+    every = range(len(TEXTS))
+    outputs = functools.partial(invariant_outputs, model, how=how, batch_invariant=True, **fields)
+    together, stats = outputs(every)
+    assert together == alone, "together"
+    assert stats.num_hit_tokens > 0
+    chunked, _ = outputs(every, max_num_batched_tokens=11)
+    assert chunked == alone, "in chunks"
+    pressed, stats = outputs(every, num_blocks=11)
+    assert pressed == alone, "preempted"
+    assert stats.num_preemptions > 0
+    drafted, stats = outputs(every, drafts="ngram")
+    assert drafted == alone, "with drafts"
+    assert stats.num_draft_tokens > 0
+
+
+def eager_alone(model):
+    return [
+        invariant_outputs(model, [n], batch_invariant=True, eager=True)[0][0] for n in range(4)
+    ] * 2
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_batch_invariant_a_request_has_the_same_bits_however_it_is_computed(architecture, dtype):
-    """Tokens and log-probabilities: alone, in batches, in chunks, with hits, preempted."""
-    backend = backends.get_backend("triton")
-    built = build(architecture, 25)
-    model = wrap_network(architecture, built.network.to(backend.device, dtype), built.codec)
+    """Tokens and log-probabilities: alone, in batches, in chunks, with hits, preempted, drafted."""
+    model = invariant_model(architecture, dtype)
+    check_invariant(model, eager_alone(model), eager=True)
 
-    def outputs(numbers, **fields):
-        config = EngineConfig(
-            **{"num_blocks": 90, "block_size": 16, **fields}, batch_invariant=True
-        )
-        engine = Engine(model, backend, config)
-        texts, params = [TEXTS[n] for n in numbers], [DRAWN[n] for n in numbers]
-        engine.generate(texts, params)
-        again = [one.tokens for one in engine.generate(texts, params)]  # hits what it found
-        return again, engine.stats
 
-    alone = [outputs([n])[0][0] for n in range(4)] * 2
-    every = range(len(TEXTS))
-    together, stats = outputs(every)
-    assert together == alone
-    assert stats.num_hit_tokens > 0
-    chunked, _ = outputs(every, max_num_batched_tokens=11)
-    assert chunked == alone
-    pressed, stats = outputs(every, num_blocks=11)
-    assert pressed == alone
-    assert stats.num_preemptions > 0
-    with pytest.raises(UnsupportedModelError, match="--drafts"):
-        outputs(every, drafts="ngram")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_batch_invariant_steps_replayed_from_graphs_have_the_same_bits(dtype, monkeypatch):
+    model, replayed, replay = invariant_model("qwen3", dtype), set(), CudaGraphs.replay
+    monkeypatch.setattr(
+        CudaGraphs, "replay", lambda *given: replayed.add(given[2]) or replay(*given)
+    )
+    alone = eager_alone(model)
+    assert not replayed
+    check_invariant(model, alone, GRAPHS, max_num_batched_tokens=40)
+    assert {bucket.longest == 1 for bucket in replayed} == {False, True}
+
+
+def test_batch_invariant_compiled_steps_have_the_same_bits_however_they_are_computed():
+    """Also without graphs, where a step may have a single token."""
+    model = invariant_model("qwen3", torch.bfloat16)
+
+    def engine_of(**fields):
+        sizes = {"block_size": 16, "max_num_seqs": 8, **fields}
+        config = EngineConfig(batch_invariant=True, compile=True, **sizes)
+        engine = Engine(model, backends.get_backend("triton"), config)
+        assert re.fullmatch(r"compiled, \d+ graphs", engine.prepare())
+        return engine
+
+    engine = engine_of(num_blocks=90, max_num_batched_tokens=40)
+    single = [engine.generate(TEXTS[n : n + 1], DRAWN[n : n + 1])[0].tokens for n in range(4)]
+    assert [one.tokens for one in engine.generate(TEXTS, DRAWN)] == single * 2
+    engine._runner.use(warm_up.Prepared("compiled"))
+    assert engine.generate(TEXTS[3:4], DRAWN[3:4])[0].tokens == single[3]
+    assert [one.tokens for one in engine.generate(TEXTS, DRAWN)] == single * 2
+    engine = engine_of(num_blocks=11, max_num_batched_tokens=11, drafts="ngram")
+    assert [one.tokens for one in engine.generate(TEXTS, DRAWN)] == single * 2
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_draft_tokens > 0
+
+
+def test_batch_invariant_the_check_finds_products_that_depend_on_the_number_of_rows(monkeypatch):
+    model = invariant_model("qwen3", torch.bfloat16)
+    monkeypatch.setattr(invariant_kernels, "multiply", by_number(invariant_kernels.multiply))
+    with pytest.raises(AssertionError, match="together"):
+        check_invariant(model, eager_alone(model), GRAPHS, max_num_batched_tokens=40)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_log_probabilities_of_a_row_have_the_same_bits_among_any_others(dtype):
+    for vocab_size in (259, 151_936):
+        torch.manual_seed(vocab_size)
+        logits = torch.randn(70, vocab_size, device="cuda").to(dtype) * 3
+        tokens = torch.arange(70, device="cuda")
+        whole, ids = log_probabilities(logits, tokens, 3)
+        wanted = logits.double().log_softmax(-1).gather(1, tokens[:, None])
+        assert (whole[:, :1] - wanted).abs().max() < 2e-5
+        for first, last in ((0, 1), (5, 9), (69, 70), (0, 40)):
+            part = log_probabilities(logits[first:last], tokens[first:last], 3)
+            assert torch.equal(part[0], whole[first:last])
+            assert torch.equal(part[1], ids[first:last])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -455,7 +532,7 @@ def test_steps_of_few_tokens_are_as_near_to_the_network_as_those_of_many(archite
         )
         engine = Engine(model, backend, config)
         engine.prepare()
-        assert getattr(engine.network._traced, "has_few_row_pieces", False) == compiles
+        assert getattr(engine.network._traced[False], "has_few_row_pieces", False) == compiles
         params = SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)
         done = engine.generate(PROMPTS, params)
         found.append([[(token.token_id, token.logprob) for token in one.tokens] for one in done])

@@ -1,12 +1,16 @@
 """A piece is compiled once on a machine, for every size that its code holds for."""
 
+import os
 import shutil
 import stat
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
+from torch import _inductor as inductor
 from torch import fx, nn
 from torch._dynamo.source import ConstantSource
+from torch._inductor import codecache
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -15,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import (
     guard_bool,
 )
 
-from model.compile import pieces
+from model.compile import pieces, piecewise
 from model.compile.pieces import MOST, Piece
 from model.compile.piecewise import compile_piecewise
 from model.compile.traced_network import trace_network
@@ -77,7 +81,41 @@ def test_a_second_start_compiles_nothing(folder, monkeypatch):
     assert len(made) == 2
 
 
-def test_what_code_depends_on_changes_its_name(folder, monkeypatch):
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_start_reads_no_source_of_pytorch_and_starts_no_process(folder, monkeypatch):
+    runs(Piece(module(), SIZED, "inductor"))
+    threads, load = [], inductor.CompiledArtifact.load
+    config = inductor.config
+
+    def loading(**what):
+        threads.append(config.compile_threads)  # with one, none is asked to compile
+        return load(**what)
+
+    monkeypatch.setattr(inductor.CompiledArtifact, "load", loading)
+    monkeypatch.setattr(codecache, "torch_key", lambda: 1 / 0)
+    monkeypatch.setattr(pieces, "_compile", None)
+    unread = codecache.torch_key
+    runs(Piece(module(), SIZED, "inductor"))
+    assert threads == [1]
+    assert config.compile_threads != 1
+    assert codecache.torch_key is unread
+
+
+def test_the_compiler_starts_its_processes_where_no_piece_is_stored(folder, monkeypatch):
+    started = []
+    monkeypatch.setattr(piecewise, "start_processes", lambda: started.append(0))
+    piecewise.start_compiler()
+    assert len(started) == 1
+    folder.mkdir(parents=True)
+    piecewise.start_compiler()
+    assert len(started) == 2
+    (folder / "a piece").touch()
+    piecewise.start_compiler()
+    assert len(started) == 2
+
+
+def test_what_code_depends_on_changes_its_name(folder, tmp_path, monkeypatch):
     x = torch.zeros(12, 16)
     before = pieces._digest(module(), [x, WEIGHT], SIZED)
     assert pieces._digest(module(), [x + 1, WEIGHT], SIZED) == before
@@ -93,7 +131,17 @@ def test_what_code_depends_on_changes_its_name(folder, monkeypatch):
     }
     monkeypatch.setitem(pieces._OPTIONS, "combo_kernels", False)
     names.add(pieces._digest(module(), [x, WEIGHT], SIZED))
-    assert len(names) == 6
+    for version in ("git_version", "__file__"):
+        installed = tmp_path / "torch/__init__.py"
+        installed.parent.mkdir(exist_ok=True)
+        installed.touch()
+        spec = ModuleSpec("torch", None, origin=str(installed))
+        monkeypatch.setattr(torch.version, "git_version", version)
+        monkeypatch.setattr(pieces, "find_spec", lambda _, spec=spec: spec)
+        names.add(pieces._digest(module(), [x, WEIGHT], SIZED))
+    os.utime(installed, (1, 1))
+    names.add(pieces._digest(module(), [x, WEIGHT], SIZED))
+    assert len(names) == 9
 
 
 def test_what_cannot_be_compiled_alone_is_compiled_at_each_start(folder, monkeypatch):

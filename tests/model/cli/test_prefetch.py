@@ -1,0 +1,123 @@
+"""What is done beside imports is only ever a gain: it imports no torch, waits for nothing, reports
+nothing.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import types
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from model.cli import prefetch
+from model.cli.options import ModelOptions
+
+
+@pytest.fixture
+def run_here(monkeypatch):
+    """Threads run at once, and in this one."""
+
+    def start_thread(_host, _name, run):
+        run()
+
+    monkeypatch.setattr(prefetch.Host, "start_thread", start_thread)
+
+
+@pytest.fixture
+def torch_with_gpus(tmp_path, monkeypatch):
+    """An installation of PyTorch with CUDA."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libtorch_cuda.so").touch()
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(prefetch, "find_spec", lambda _: spec)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return tmp_path
+
+
+class Driver:
+    """Notes what is asked of it, and has as many GPUs as it is told."""
+
+    def __init__(self, gpus):
+        self.asked = []
+        self._fault = 0 if gpus else 100
+
+    def __getattr__(self, name):
+        def ask(*_):
+            self.asked.append(name)
+            return self._fault
+
+        return ask
+
+
+def test_no_torch_is_imported():
+    code = "import sys, model.cli.prefetch; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"False\n"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked"),
+    [(0, ["cuInit"]), (1, ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])],
+)
+def test_a_context_is_made_where_there_is_a_gpu(
+    gpus, asked, torch_with_gpus, run_here, monkeypatch
+):
+    driver = Driver(gpus)
+    fake = types.SimpleNamespace(**{**vars(prefetch.ctypes), "CDLL": lambda _: driver})
+    monkeypatch.setattr(prefetch, "ctypes", fake)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # as it was, after the test
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    prefetch.begin(ModelOptions(model=str(torch_with_gpus), backend="triton"))
+    assert driver.asked == asked
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "numba"}, {"backend": "a plug-in"}, {"backend": "triton", "tp": 2}],
+    ids=str,
+)
+def test_a_gpu_that_will_not_be_used_is_left_alone(options, torch_with_gpus):
+    assert prefetch._may_use_gpu(ModelOptions())
+    assert not prefetch._may_use_gpu(ModelOptions(**options))
+
+
+def test_no_gpu_is_asked_for_by_a_pytorch_or_a_triton_of_cpus(torch_with_gpus, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not prefetch._may_use_gpu(ModelOptions())
+    monkeypatch.delenv("TRITON_INTERPRET")
+    (torch_with_gpus / "lib/libtorch_cuda.so").unlink()
+    assert not prefetch._may_use_gpu(ModelOptions())
+
+
+def test_weights_are_read_unless_they_would_take_all_memory(tmp_path, monkeypatch):
+    for name in ("a.safetensors", "b.safetensors", "c.bin"):
+        (tmp_path / name).write_bytes(b"1234")
+    read = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *what: read.append(what[1:]))
+    prefetch.read_weights(tmp_path)
+    assert read == [(0, 0, os.POSIX_FADV_WILLNEED)] * 2
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 15, "SC_PAGE_SIZE": 1}.get)
+    prefetch.read_weights(tmp_path)
+    assert len(read) == 2
+
+
+@pytest.mark.filterwarnings("error")  # what a thread raises is a warning of pytest
+def test_what_cannot_be_read_is_left_to_whoever_needs_it(tmp_path, torch_with_gpus, monkeypatch):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        prefetch.read_weights(tmp_path)
+    for path in (tmp_path, tmp_path / "nothing", "owner/name", "\ud800"):
+        prefetch.begin(ModelOptions(model=str(path), backend="triton"))
+    prefetch.begin_with_torch(ModelOptions())
+    for thread in threading.enumerate():
+        if thread.name in ("weights", "gpu"):
+            thread.join(60)
+
+    def no_threads(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(prefetch.Host, "start_thread", no_threads)
+    prefetch.begin(ModelOptions(model=str(tmp_path)))
