@@ -1,8 +1,8 @@
-"""Hypothesis profiles (docs/explanation/how-we-test.md), threads, and one fixture for every test.
+"""Hypothesis profiles (docs/explanation/how-we-test.md), threads, and two fixtures for every test.
 
 Networks and sums this small gain nothing from a second thread, and threads that wait for one
 another take all cores: torch has one here, and in every process that a test starts.
-The fixture keeps the collector away from what was imported.
+One fixture keeps the collector away from what was imported; two start programs fast.
 """
 
 import gc
@@ -10,6 +10,8 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.forks import Forks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
@@ -40,3 +42,17 @@ def frozen_imports():
     """A collection looks at what tests have made: torch and Transformers are a million objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Starts programs that need not import torch, Transformers and the engine again."""
+    with Forks() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def interpreting():
+    """Likewise, where Triton interprets its kernels, which is chosen before it is imported."""
+    with Forks(TRITON_INTERPRET="1") as started:
+        yield started

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -25,45 +26,86 @@ MOST_BYTES = 1 << 17  # of arguments and environment
 
 
 class Program:
-    """A program that runs, and what it has written when it has ended."""
+    """A program that runs, and what it has written when it has ended.
 
-    def __init__(self, forks, arguments, environment):
-        self.arguments = arguments
-        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  # the end reads
+    What it writes goes to files. Where `is_open`, its three streams are pipes to `stdin`, `stdout`
+    and `stderr`, which a context closes; an exception kills it.
+    """
+
+    def __init__(self, forks, arguments, environment, *, stdin="", is_open=False):
+        self.arguments, self.returncode = arguments, None
         self._told, theirs = socket.socketpair()
+        if is_open:
+            (end, write), (out, out_end), (err, err_end) = (os.pipe() for _ in range(3))
+            ends = [end, out_end, err_end]
+            self.stdin = os.fdopen(write, "w", encoding="utf-8", buffering=1)
+            self.stdout, self.stderr = (os.fdopen(fd, encoding="utf-8") for fd in (out, err))
+        else:
+            self._files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115  # the end reads
+            self._files[0].write(stdin.encode())
+            self._files[0].seek(0)
+            ends = [file.fileno() for file in self._files]
         with theirs:
             asked = json.dumps([arguments, environment]).encode()
-            fds = [theirs.fileno(), *(file.fileno() for file in self._files)]
-            socket.send_fds(forks, [asked], fds)
+            socket.send_fds(forks, [asked], [theirs.fileno(), *ends])
+        if is_open:
+            for fd in ends:
+                os.close(fd)
+        self._told.settimeout(60)
+        self.pid = int.from_bytes(self._told.recv(8), "little")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.send_signal(signal.SIGKILL)
+        for stream in (self.stdin, self.stdout, self.stderr):
+            stream.close()
+        self.wait()
+
+    def send_signal(self, number):
+        """The program must still run."""
+        os.kill(self.pid, number)
 
     def wait_for(self, pattern, timeout_s=200):
         """The first match in what it has written to stderr so far; it may end before."""
         end_s = time.monotonic() + timeout_s
-        while (found := re.search(pattern, self._written(1))) is None:
+        while (found := re.search(pattern, self._written(2))) is None:
             self._told.settimeout(0.05)
             with contextlib.suppress(TimeoutError):
                 self._told.recv(1, socket.MSG_PEEK)  # its end
-                return re.search(pattern, self._written(1))
-            assert time.monotonic() < end_s, self._written(1)
+                return re.search(pattern, self._written(2))
+            assert time.monotonic() < end_s, self._written(2)
         return found
 
     def _written(self, number):
         fd = self._files[number].fileno()  # its place in the file is also the program's
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
+    def wait(self, timeout_s=200):
+        """Its exit code."""
+        if self.returncode is None:
+            self._told.settimeout(timeout_s)
+            with self._told:
+                self.returncode = int(b"".join(iter(lambda: self._told.recv(16), b"")))
+        return self.returncode
+
     def end(self, timeout_s=200):
         """Wait; a `subprocess.CompletedProcess` with texts."""
-        self._told.settimeout(timeout_s)
-        with self._told:
-            status = b"".join(iter(lambda: self._told.recv(16), b""))
-        written = [self._written(number) for number in range(2)]
+        self.wait(timeout_s)
+        written = [self._written(number) for number in (1, 2)]
         for file in self._files:
             file.close()
-        return subprocess.CompletedProcess(self.arguments, int(status), *written)
+        return subprocess.CompletedProcess(self.arguments, self.returncode, *written)
 
 
 class Forks:
-    """The process that has imported everything; a context that ends it."""
+    """The process that has imported everything, in an environment; a context that ends it."""
+
+    def __init__(self, **environment):
+        self._environment = environment
 
     def __enter__(self):
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -71,26 +113,31 @@ class Forks:
             self._asks.setsockopt(socket.SOL_SOCKET, size, 2 * MOST_BYTES)
         with theirs:
             command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+            environment = {**os.environ, **self._environment}
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, pass_fds=[theirs.fileno()], env=environment
+            )
         return self
 
     def __exit__(self, *_):
         self._asks.close()
         self._process.wait()
 
-    def start(self, *arguments, **environment):
-        """Start `python ARGUMENTS...`, which begin with `-m` or a path; more is its environment."""
-        return Program(self._asks, [*map(str, arguments)], {**os.environ, **environment})
+    def start(self, *arguments, stdin="", is_open=False, **environment):
+        """Start `python ARGUMENTS...`: `-m`, `-c` or a path first; more is its environment."""
+        environment = {**os.environ, **self._environment, **environment}
+        arguments = [*map(str, arguments)]
+        return Program(self._asks, arguments, environment, stdin=stdin, is_open=is_open)
 
-    def run(self, *arguments, **environment):
+    def run(self, *arguments, **more):
         """Start a program and wait for its end."""
-        return self.start(*arguments, **environment).end()
+        return self.start(*arguments, **more).end()
 
 
 def next_program(asks):
     """In each program, once: its arguments. The process that forks stays here to its end."""
     while True:
-        asked, fds, *_ = socket.recv_fds(asks, MOST_BYTES, 3)
+        asked, fds, *_ = socket.recv_fds(asks, MOST_BYTES, 4)
         _reap()
         if not asked:
             while _reap(wait=True):
@@ -100,13 +147,18 @@ def next_program(asks):
             asks.close()
             child = os.fork()
             if child:
+                os.write(fds[0], child.to_bytes(8, "little"))
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 os.write(fds[0], str(status).encode())
                 os._exit(0)
             os.close(fds[0])
-            for number, fd in enumerate(fds[1:], 1):
+            for number, fd in enumerate(fds[1:]):
                 os.dup2(fd, number)
                 os.close(fd)
+            sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+            sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, too
             arguments, environment = json.loads(asked)
             os.environ.clear()
             os.environ.update(environment)
@@ -131,6 +183,9 @@ def main():
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})  # noqa: S102  # as Python does
     else:
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")

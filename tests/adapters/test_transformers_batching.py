@@ -202,10 +202,11 @@ def test_kvcore_alone_loads_no_tensor_library():
     assert done.stdout.strip() == "set()"
 
 
-def test_the_example_of_the_page_prints_what_it_shows():
+def test_the_example_of_the_page_prints_what_it_shows(forks):
     page = (ROOT / "docs" / "how-to" / "transformers.md").read_text(encoding="utf-8")
     program = ROOT / "docs" / "examples" / "transformers_adapter.py"
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    done = forks.run(program)
+    assert done.returncode == 0, done.stderr
     assert done.stdout in page
 
 

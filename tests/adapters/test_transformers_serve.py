@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
 from kvcore.adapters.transformers import KVCoreCache
 from kvcore.adapters.transformers import __main__ as command_line
@@ -61,8 +61,11 @@ def test_a_model_that_the_server_loads_has_kvcores_cache(monkeypatch):
 
     monkeypatch.setattr(ModelManager, "_load_model", ModelManager._load_model)  # put back later
     command_line.served(None)
-    model, _ = ModelManager(device="cpu", force_model=None).load_model_and_processor(f"{TINY}@main")
-    manager = model.init_continuous_batching()
+    models = ModelManager(device="cpu", model_timeout=-1)  # no timer outlives the test
+    model, _ = models.load_model_and_processor(f"{TINY}@main")
+    manager = model.init_continuous_batching(
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=64)
+    )
     assert isinstance(manager._create_batch_processor().cache, KVCoreCache)
 
 

@@ -2,11 +2,7 @@
 
 import dataclasses
 import itertools
-import json
 import math
-import subprocess
-import sys
-from collections import Counter
 
 import pytest
 import torch
@@ -460,27 +456,9 @@ def test_a_report_without_findings_is_not_a_pass():
     assert not conformance.Report("none", "cpu", ()).passed
 
 
-def _command(*arguments):
-    command = [sys.executable, "-m", "backends.conformance", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_the_command_reports_as_json_and_its_processes_find_together_what_one_finds():
-    cases = conformance._cases(backends.get_backend("numba"), quick=True)
-    done = _command("numba", "--quick", "--json", "--jobs", "2")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["passed"]
-    assert len(report["findings"]) > 50
-    found = Counter(one["case"] for one in report["findings"] if one["check"] == "untouched")
-    assert found >= Counter(case for check, case, _ in cases if check == "attention")
-    assert set(found.values()) == {1}
-
-
-def test_the_command_names_an_unknown_backend_and_exits_2():
-    done = _command("nmba")
-    assert done.returncode == 2
-    assert "did you mean 'numba'" in done.stderr
+def test_the_command_names_an_unknown_backend_and_exits_2(capsys):
+    assert command_line.main(["nmba"]) == 2
+    assert "did you mean 'numba'" in capsys.readouterr().err
 
 
 def test_there_are_never_more_processes_than_cores(monkeypatch, capsys):

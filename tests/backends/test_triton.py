@@ -22,54 +22,52 @@ needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installe
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
-def _python(*arguments, interpret):
+def _python(*arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.slow
 @needs_triton
-def test_in_the_interpreter_it_passes_the_quick_conformance_kit():
-    done = _python("-m", "backends.conformance", "triton", "--quick", interpret=True)
+def test_in_the_interpreter_it_passes_the_quick_conformance_kit(interpreting):
+    done = interpreting.run("-m", "backends.conformance", "triton", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "triton on cpu conforms" in done.stdout
 
 
 @pytest.mark.slow
 @needs_triton
-def test_in_the_interpreter_it_agrees_with_numba_and_the_oracle():
-    done = _python("-m", "tests.backends.cross_check", "12", interpret=True)
+def test_in_the_interpreter_it_agrees_with_numba_and_the_oracle(interpreting):
+    done = interpreting.run("-m", "tests.backends.cross_check", "12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "triton and numba agree\n"
 
 
 @pytest.mark.slow
 @needs_triton
-def test_after_a_warm_up_no_call_needs_a_kernel_that_has_not_been_met():
-    done = _python("-m", "tests.backends.warm_up_check", interpret=True)
+def test_after_a_warm_up_no_call_needs_a_kernel_that_has_not_been_met(interpreting):
+    done = interpreting.run("-m", "tests.backends.warm_up_check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "nothing is left to compile\n"
 
 
 @needs_triton
-def test_what_breaks_the_contract_is_refused_also_after_calls_that_kept_it():
-    done = _python("-m", "tests.backends.contract_check", interpret=True)
+def test_what_breaks_the_contract_is_refused_also_after_calls_that_kept_it(interpreting):
+    done = interpreting.run("-m", "tests.backends.contract_check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "nothing bad is accepted\n"
 
 
 @needs_triton
-def test_the_interpreter_refuses_bfloat16_which_it_computes_wrongly():
+def test_the_interpreter_refuses_bfloat16_which_it_computes_wrongly(interpreting):
     code = (
         "import backends, torch; b = backends.get_backend('triton');"
         "c = torch.zeros(2, 4, 1, 8, dtype=torch.bfloat16);"
         "k = backends.KVCache(c, c); slots = torch.zeros(1, dtype=torch.int64);"
         "b.store_kv(c[0, :1], c[0, :1], k, slots)"
     )
-    done = _python("-c", code, interpret=True)
+    done = interpreting.run("-c", code)
     assert (
         "UnsupportedError: cache.k: wanted a dtype of torch.float32, torch.float16" in done.stderr
     )
@@ -79,7 +77,7 @@ def test_the_interpreter_refuses_bfloat16_which_it_computes_wrongly():
 @needs_triton
 @pytest.mark.parametrize("program", ["compile_kernels", "compile_offline", "compile_states"])
 def test_every_kernel_compiles_within_its_bounds_for_sm_80_and_sm_90_without_a_gpu(program):
-    done = _python("-m", f"tests.backends.{program}", interpret=False)
+    done = _python("-m", f"tests.backends.{program}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("compile within their bounds\n")
 
@@ -87,7 +85,7 @@ def test_every_kernel_compiles_within_its_bounds_for_sm_80_and_sm_90_without_a_g
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_a_gpu_it_says_so_and_what_to_choose_instead():
-    done = _python("-m", "backends.conformance", "triton", interpret=False)
+    done = _python("-m", "backends.conformance", "triton")
     assert done.returncode == 2
     assert "there is no CUDA device" in done.stderr
     assert "the backend numba" in done.stderr
@@ -100,7 +98,7 @@ def test_an_interpreter_asked_for_too_late_is_refused():
         "import triton, os; os.environ['TRITON_INTERPRET'] = '1';"
         "import backends; backends.get_backend('triton')"
     )
-    done = _python("-c", code, interpret=False)
+    done = _python("-c", code)
     assert "TRITON_INTERPRET changed after triton was first imported" in done.stderr
 
 
@@ -123,7 +121,7 @@ def test_without_triton_it_says_so():
         "u.find_spec = lambda name, *a: None if name == 'triton' else f(name, *a);"
         "backends.get_backend('triton')"
     )
-    done = _python("-c", code, interpret=False)
+    done = _python("-c", code)
     assert "triton is not installed" in done.stderr
 
 

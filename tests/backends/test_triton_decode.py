@@ -1,9 +1,6 @@
 """Decode in the interpreter and on a GPU: split sequences are right, the plan follows lengths."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -50,10 +47,8 @@ SHAPES = [
 
 @pytest.mark.slow
 @needs_triton
-def test_in_the_interpreter_the_plan_holds_and_split_sequences_are_right():
-    command = [sys.executable, "-m", "tests.backends.decode_check"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+def test_in_the_interpreter_the_plan_holds_and_split_sequences_are_right(interpreting):
+    done = interpreting.run("-m", "tests.backends.decode_check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "decode is right\n"
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -109,10 +108,8 @@ def triton(request, monkeypatch):
 
 @pytest.mark.slow
 @needs_triton
-def test_in_the_interpreter_the_order_holds_and_any_scale_is_right():
-    command = [sys.executable, "-m", "tests.backends.prefill_check"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+def test_in_the_interpreter_the_order_holds_and_any_scale_is_right(interpreting):
+    done = interpreting.run("-m", "tests.backends.prefill_check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "prefill is right\n"
 

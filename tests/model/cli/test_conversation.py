@@ -4,9 +4,6 @@ import io
 import os
 import select
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +17,6 @@ from model.cli.exits import Stopped
 from model.errors import InvalidArgumentError
 from model.tiny import CHECKPOINT_DIR
 
-ROOT = Path(__file__).parents[3]
 GREEDY = model.SamplingParams(max_tokens=5)
 BLOCK_SIZE = 4
 
@@ -136,27 +132,23 @@ def test_defaults_suit_a_conversation_and_flags_change_them():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-def test_ctrl_c_stops_an_answer_and_sigterm_the_conversation_which_is_stored(tmp_path):
-    command = [sys.executable, "-m", "model", "chat", "--max-tokens", "1500", "--temperature", "0"]
-    with subprocess.Popen(
-        [*command, "--no-ignore-eos", "--num-blocks", "200", "--eager", "--disk", str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+def test_ctrl_c_stops_an_answer_and_sigterm_the_conversation_which_is_stored(tmp_path, forks):
+    command = ["-m", "model", "chat", "--max-tokens", "1500", "--temperature", "0"]
+    with forks.start(
+        *[*command, "--no-ignore-eos", "--num-blocks", "200", "--eager", "--disk", tmp_path],
+        is_open=True,
     ) as process:
-        out = b""
+        out = ""
         for number in (signal.SIGINT, signal.SIGTERM):
-            process.stdin.write(b"A list is " * 9 + b"\n")
-            process.stdin.flush()
+            process.stdin.write("A list is " * 9 + "\n")
             assert select.select([process.stdout], [], [], 60)[0]
             process.send_signal(number)
             out = out or process.stdout.readline()
-        _, err = process.communicate(timeout=60)
+        err = process.stderr.read()
+        assert process.wait() == 128 + signal.SIGTERM
     assert 0 < len(out) < 3000
-    assert process.returncode == 128 + signal.SIGTERM
-    assert err.endswith(b"terminated: the conversation has ended\n")
-    assert b"the tiny model only continues texts" in err
+    assert err.endswith("terminated: the conversation has ended\n")
+    assert "the tiny model only continues texts" in err
     tier = DiskTier(tmp_path, 1 << 30)
     tier.start(meaning_of({}), 1 << 16)
     assert tier.stats.faults["foreign"] > 0  # whole records, of a network

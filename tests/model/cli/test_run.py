@@ -317,15 +317,9 @@ def test_what_the_terminals_encoding_lacks_is_escaped(checkpoint):
     assert done.stdout.startswith("[1] caf\\xe9\n    =>")
 
 
-def test_a_reader_that_goes_away_ends_the_run_quietly(checkpoint):
-    command = [sys.executable, "-m", "model.run", "--model", str(checkpoint), "--stream"]
-    with subprocess.Popen(
-        [*command, "--block-size", "4", *TWO],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+def test_a_reader_that_goes_away_ends_the_run_quietly(checkpoint, forks):
+    command = ["-m", "model.run", "--model", checkpoint, "--stream", "--block-size", "4", *TWO]
+    with forks.start(*command, is_open=True) as process:
         assert process.stdout.read(3) == "[1]"
         process.stdout.close()
         errors = process.stderr.read()
@@ -344,12 +338,12 @@ def test_triton_without_a_gpu_says_what_is_missing_and_what_to_choose(call, monk
     assert len([line for line in err.splitlines() if not line.endswith(" ...")]) == 1
 
 
-def test_triton_in_its_interpreter_gives_generates_tokens(checkpoint):
+def test_triton_in_its_interpreter_gives_generates_tokens(checkpoint, interpreting):
     pytest.importorskip("triton", reason="triton has wheels for Linux only")
-    done = spawn(
-        *("--model", str(checkpoint), "--backend", "triton", "--prompt", "ab", "--prompt", "b"),
+    done = interpreting.run(
+        *("-m", "model.run", "--model", checkpoint, "--backend", "triton"),
+        *("--prompt", "ab", "--prompt", "b"),
         *("--max-tokens", "3", "--block-size", "4", "--verify", "--json"),
-        TRITON_INTERPRET="1",
         CUDA_VISIBLE_DEVICES="",
     )
     if done.returncode == 2 and "the interpreter of triton" in done.stderr:

@@ -1,9 +1,6 @@
 """Steps of few tokens: what stands around a product goes into it, and comes out as it was."""
 
 import operator
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -146,13 +143,6 @@ def test_pieces_for_few_tokens_that_give_other_logits_are_not_used():
         assert agree(traced, pieces, inputs(4, [0, 1, 3]))
 
 
-def test_the_kernel_gives_in_the_interpreter_what_operators_give():
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.model.few_rows_check"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def test_the_kernel_gives_in_the_interpreter_what_operators_give(interpreting):
+    run = interpreting.run("-m", "tests.model.few_rows_check")
     assert run.stdout.split() == ["108", "caught"], run.stderr

@@ -1,8 +1,5 @@
 """Batch-invariant mode: a request's result is the same to the bit alone and in any batch."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -77,11 +74,9 @@ def test_without_it_the_check_has_something_to_find():
         pytest.skip("this library of matrix products happens to be batch-invariant")
 
 
-def test_a_row_is_the_same_among_any_others_in_the_kernels_of_a_gpu():
+def test_a_row_is_the_same_among_any_others_in_the_kernels_of_a_gpu(interpreting):
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.model.invariant_check"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = interpreting.run("-m", "tests.model.invariant_check")
     found = 2 * "found what was planted\n" + "a row is the same among any others\n"
     assert done.stdout == found, done.stderr
 

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,6 @@ from model.load import loader
 from tests.model import broken_inputs
 from tests.model.broken_inputs import CONFIG, GROUPS, MORE_FIELDS, VALUES, Broken
 
-ROOT = Path(__file__).parents[3]
 USUAL = ("--backend", "numba", "--block-size", "4", "--max-tokens", "4")
 
 
@@ -128,29 +126,26 @@ def test_the_walk_finds_a_field_whose_value_decides_and_is_ignored(outcome, monk
         test_broken_input_is_one_line_that_says_what_is_wrong(outcome, case)
 
 
-def start(checkpoint, *argv, **how):
-    command = [sys.executable, "-m", "model.run", "--model", str(checkpoint), *USUAL, *argv]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
-    # What is started in the background may ignore SIGINT, and would pass that on.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(command, cwd=ROOT, text=True, **streams)
-    finally:
-        signal.signal(signal.SIGINT, before)
+@pytest.fixture
+def start(checkpoint, forks):
+    """Starts a process on the random checkpoint."""
+    command = ["-m", "model.run", "--model", checkpoint, *USUAL]
+    return lambda *argv: forks.start(*command, *argv, is_open=True)
 
 
 MANY = [part for n in range(6) for part in ("--prompt", f"a prompt, number {n}")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-def test_what_is_finished_when_a_signal_comes_is_printed(checkpoint, tmp_path, number):
+def test_what_is_finished_when_a_signal_comes_is_printed(start, tmp_path, number):
     """Six requests one after the other; the signal comes when the first of them is streamed."""
     trace = tmp_path / "trace.json"
     limits = ("--max-num-seqs", "1", "--max-tokens", "200", "--ignore-eos", "--trace", str(trace))
-    with start(checkpoint, *MANY, *limits, "--stream") as process:
+    with start(*MANY, *limits, "--stream") as process:
         text = ""
         while "[2]" not in text:
-            text += process.stdout.read(1)
+            text += (piece := process.stdout.read(1))
+            assert piece
         process.send_signal(number)
         text += process.stdout.read()
         error = process.stderr.read().splitlines()[-1]
@@ -267,8 +262,8 @@ def test_a_fault_in_a_step_prints_what_was_finished_before(checkpoint, capsys, m
     assert re.findall(r"^\[\d\]", out, re.MULTILINE) == ["[1]"]
 
 
-def test_a_second_signal_ends_at_once_and_so_does_one_before_anything_runs(checkpoint):
-    with start(checkpoint, "--prompt", "-", stdin=subprocess.PIPE) as process:
+def test_a_second_signal_ends_at_once_and_so_does_one_before_anything_runs(start):
+    with start("--prompt", "-") as process:
         time.sleep(0.5)  # it is waiting for its prompt
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
@@ -276,20 +271,18 @@ def test_a_second_signal_ends_at_once_and_so_does_one_before_anything_runs(check
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_one_line_and_exit_code_3(checkpoint):
+def test_a_full_disk_is_one_line_and_exit_code_3(checkpoint, capsys, monkeypatch):
     """Under stdout; for the trace see `cli/test_run.py`."""
-    with (
-        Path("/dev/full").open("w", encoding="utf-8") as full,
-        start(checkpoint, "--prompt", "ab", "--json", stdout=full) as process,
-    ):
-        errors = process.stderr.read()
-        assert process.wait() == 3
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert code_of("--model", str(checkpoint), *USUAL, "--prompt", "ab", "--json") == 3
+    errors = capsys.readouterr().err
     assert errors.splitlines()[-1] == "error: [Errno 28] No space left on device"
     assert "Traceback" not in errors
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
-def test_memory_is_bounded_whatever_a_flag_or_a_prompt_says(checkpoint, tmp_path):
+def test_memory_is_bounded_whatever_a_flag_or_a_prompt_says(checkpoint, forks, tmp_path):
     """A line of 30 MB took 8 GB, a billion seats took 16; both are told apart before."""
     line = tmp_path / "line.txt"
     line.write_text("ab " * 10_000_000, encoding="utf-8")
@@ -301,11 +294,8 @@ def test_memory_is_bounded_whatever_a_flag_or_a_prompt_says(checkpoint, tmp_path
         "for more in (['--prompts-file', line], ['--prompt', 'ab', '--max-num-seqs', '9' * 9]):\n"
         "    print('exit code', main([*usual, *more]), file=sys.stderr)\n"
     )
-    usual = ["--model", str(checkpoint), *USUAL]
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(line), *usual],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = forks.run("-c", code, line, "--model", checkpoint, *USUAL)
+    assert done.returncode == 0, done.stderr
     first, second = done.stderr.split("exit code 2\n")
     assert "prompt: wanted at most 1,280 characters" in first.splitlines()[-1]
     assert "ready after" in second.splitlines()[-2]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def test_the_weights_are_near_those_that_were_quantised(tmp_path, kind):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_reading_takes_hardly_more_than_the_weights(tmp_path, monkeypatch):
+def test_reading_takes_hardly_more_than_the_weights(tmp_path, monkeypatch, forks):
     base = tmp_path / "base"
     shutil.copytree(CHECKPOINT_DIR, base, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     config = AutoConfig.from_pretrained(base)
@@ -82,8 +81,7 @@ def test_reading_takes_hardly_more_than_the_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(quantised_checkpoints, "CHECKPOINT_DIR", base)
     path = written(tmp_path, "FP8 blocks")
     for keeping in ((), ("keeping",)):  # the second one: a planted bug
-        command = [sys.executable, "-m", "tests.model.load.loading_memory", path, *keeping]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = forks.run("-m", "tests.model.load.loading_memory", path, *keeping)
         taken, size = map(int, done.stdout.split()[-2:])
         assert (taken <= 1.2 * size) == (not keeping), (taken, size)
 

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from tests.forks import Forks
 from tests.model.adapters import write_adapters
 from tests.model.ranks.test_ranks import Ranked
 
@@ -30,10 +29,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks(folder):
+def ranks(folder, forks):
     """What each rank has found."""
-    with Forks() as forks:
-        ended = Ranked(forks, 2, ["-m", "tests.model.ranks.adapters_main", str(folder[0])]).end()
+    ended = Ranked(forks, 2, ["-m", "tests.model.ranks.adapters_main", str(folder[0])]).end()
     assert ended.returncode == 0, ended.stderr[-4000:]
     return sorted(map(json.loads, ended.stdout.splitlines()), key=lambda one: one["rank"])
 

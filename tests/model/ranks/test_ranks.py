@@ -13,7 +13,6 @@ import pytest
 from model.engine import Engine, TwinEngine
 from model.errors import RankLostError, UnsupportedModelError, UsageError
 from model.ranks.ranks import Ranks, join_ranks
-from tests.forks import Forks
 from tests.model import vision
 from tests.model.cli.test_run import main
 from tests.model.walk import DATA
@@ -48,11 +47,10 @@ class Ranked:
         return subprocess.CompletedProcess((), max(one.returncode for one in ended), *written)
 
 
-@pytest.fixture(scope="module")
-def ranked():
+@pytest.fixture
+def ranked(forks):
     """Starts the processes of one network."""
-    with Forks() as forks:
-        yield lambda size, *arguments: Ranked(forks, size, arguments)
+    return lambda size, *arguments: Ranked(forks, size, arguments)
 
 
 def texts_of(output):

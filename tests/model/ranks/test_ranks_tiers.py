@@ -4,16 +4,14 @@ import json
 
 import pytest
 
-from tests.forks import Forks
 from tests.model.ranks.test_ranks import _MAIN, Ranked
 
 _NUM_PROMPTS = 18
 
 
-def run(folder, *kinds):
+def run(forks, folder, *kinds):
     """What both ranks say of an engine of each kind, one after the other."""
-    with Forks() as forks:
-        ended = Ranked(forks, 2, [_MAIN, "tiers", str(folder), *kinds]).end()
+    ended = Ranked(forks, 2, [_MAIN, "tiers", str(folder), *kinds]).end()
     assert ended.returncode == 0, ended.stderr[-4000:]
     told = [json.loads(line) for line in ended.stdout.splitlines()]
     return {
@@ -23,14 +21,14 @@ def run(folder, *kinds):
 
 
 @pytest.mark.slow
-def test_ranks_with_tiers_write_what_they_write_without_and_load_after_a_restart(tmp_path):
-    started = run(tmp_path, "none", "first")
+def test_ranks_with_tiers_write_what_they_write_without_and_load_after_a_restart(forks, tmp_path):
+    started = run(forks, tmp_path, "none", "first")
     wanted = started["none"][0]["tokens"]
     assert len(wanted) == _NUM_PROMPTS
     assert started["first"][0]["tokens"] == wanted
     assert sorted(one.name for one in tmp_path.iterdir()) == ["rank-0", "rank-1"]
     kinds = ("again", "slow", "other", "full", "corrupted", "alone")
-    again, slow, other, full, corrupted, alone = run(tmp_path, *kinds).values()
+    again, slow, other, full, corrupted, alone = run(forks, tmp_path, *kinds).values()
 
     assert again[0]["tokens"] == wanted
     for one in again:

@@ -1,9 +1,5 @@
 """From logits to tokens: what can be drawn, how often, and what a draw depends on."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -114,11 +110,9 @@ def test_nothing_to_sample_gives_nothing():
     assert sample(torch.empty(0, 7), []) == []
 
 
-def test_the_kernels_of_a_draw_give_what_operators_give_and_a_planted_bug_is_seen():
-    command = [sys.executable, "-m", "tests.model.draw_kernels_check", "cpu", "12", "planted"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(  # this very Python
-        command, env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+def test_the_kernels_of_a_draw_give_what_operators_give_and_a_planted_bug_is_seen(
+    interpreting,
+):
+    done = interpreting.run("-m", "tests.model.draw_kernels_check", "cpu", "12", "planted")
     assert done.stdout == "44 draws", done.stderr
     assert done.stderr.splitlines()[-1].startswith("AssertionError: top")

@@ -7,7 +7,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 
 import httpx
 import pytest
@@ -176,24 +175,22 @@ def test_the_log_has_a_line_of_json_for_each_request_and_no_secret(guarded, clie
     assert odd.headers["x-request-id"] != "a\tb"
 
 
-def test_a_process_answers_while_it_loads_drains_at_sigterm_and_says_when_a_port_is_taken():
-    command = [sys.executable, "-m", "model.serve", "--port"]
+def test_a_process_answers_while_it_loads_drains_at_sigterm_and_says_when_a_port_is_taken(
+    forks,
+):
+    command = ["-m", "model.serve", "--port"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ran = subprocess.run(
-            [*command, port], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
+        ran = forks.run(*command, port)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == f"error: --host 127.0.0.1 --port {port}: Address already in use\n"
-    process = subprocess.Popen(
-        [*command, "0", "--num-blocks", "300", "--drain-timeout-s", "600"],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
+    with forks.start(
+        *[*command, "0", "--num-blocks", "300", "--drain-timeout-s", "600"], is_open=True
+    ) as process:
         url = process.stderr.readline().split(": loading")[0]
         assert httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 503
-        while "ready in" not in process.stderr.readline():
-            assert process.poll() is None
+        while "ready in" not in (line := process.stderr.readline()):
+            assert line
         asked = {"prompt": "A tuple is", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream(
             "POST", f"{url}/v1/completions", json=asked, timeout=DEADLINE_S
@@ -208,9 +205,6 @@ def test_a_process_answers_while_it_loads_drains_at_sigterm_and_says_when_a_port
             assert list(lines)[-2] == "data: [DONE]"
         assert process.stderr.readline() == "drained: 0 requests were aborted\n"
         assert process.wait(DEADLINE_S) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_a_certificate_makes_it_https(make_engine, tmp_path):

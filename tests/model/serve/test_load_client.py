@@ -1,8 +1,6 @@
 """`python -m model bench` counts what it sends, and says what it could not."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -77,14 +75,11 @@ def test_a_spread_is_that_of_the_sorted_times():
     assert report.values["x_ms"] == {"mean": 50.5, "median": 50.5, "p90": 91.0, "p99": 100.0}
 
 
-def test_the_command_line_names_measurements_and_its_result_is_json():
+def test_the_command_line_names_measurements_and_its_result_is_json(forks):
     with pytest.raises(UsageError, match="measurement: wanted latency, throughput, serve, got"):
         parse_args(["fly"])
-    command = [sys.executable, "-m", "model", "bench"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "python -m model.bench MEASUREMENT" in told
+    command = ["-m", "model", "bench"]
+    assert "python -m model.bench MEASUREMENT" in forks.run(*command).stdout
     sizes = ["--num-prompts", "2", "--input-len", "3", "--output-len", "2", "--json"]
-    done = subprocess.run(
-        [*command, "throughput", *sizes], capture_output=True, text=True, check=True
-    )
+    done = forks.run(*command, "throughput", *sizes)
     assert json.loads(done.stdout)["output_tokens_per_s"] > 0
