@@ -1,10 +1,10 @@
-"""What a start can do while Python imports packages: read weights, and wake the GPU.
+"""What a start can do while Python imports packages: read weights, and make the GPU's context.
 
-Imports take most of a start, and they hold Python's lock. None of this does, so it costs no time on
-threads of its own.
+Imports take most of a start, and they hold Python's lock. This work does not, so it runs beside
+them on threads of its own.
 
-Invariants: nothing waits for it; what fails here is met, and reported, by the code that needs it.
-Importing this imports no torch.
+Invariants: nothing waits for it; what fails here fails again, and is reported, in the code that
+needs it. Importing this imports no torch.
 
 Does not know: what is read from a checkpoint.
 """
@@ -21,16 +21,22 @@ from pathlib import Path
 from model.cli.options import ModelOptions
 from model.host import Host
 
+_AT_ONCE = 1 << 30
+"""Bytes of a call; Python's lock is free meanwhile."""
+
 
 def begin(options: ModelOptions) -> None:
-    """Do what needs no package yet. O(1), on threads."""
+    """Start what needs no package, on threads. O(1)."""
     _start("weights", partial(read_weights, Path(options.path)))
     if _may_use_gpu(options):
+        # PyTorch sets it too, later than the driver reads it. Here, because C code on another
+        # thread may read the environment while it moves.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         _start("gpu", open_gpu)
 
 
 def begin_with_torch(options: ModelOptions) -> None:
-    """Do what PyTorch, once it is imported, does the first time that it is asked to. O(1)."""
+    """Start, on a thread, what PyTorch otherwise does in its first operation on a GPU. O(1)."""
     if _may_use_gpu(options):
         _start("gpu", multiply_once)
 
@@ -55,7 +61,10 @@ def _may_use_gpu(options: ModelOptions) -> bool:
 
 
 def read_weights(folder: Path) -> None:
-    """Let the system read the weight files of a folder, if they take at most half of free memory.
+    """Bring the weight files of a folder into memory, if they take at most half of what is free.
+
+    The files are sent to nowhere: the system reads them, and copies nothing. Advised that it will
+    need a file (POSIX_FADV_WILLNEED), Linux reads the first few MB of it and no more.
 
     Raises:
         OSError: one cannot be opened.
@@ -64,18 +73,20 @@ def read_weights(folder: Path) -> None:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * sum([file.stat().st_size for file in files]) > free_bytes:
         return
-    for file in files:
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    with open(os.devnull, "wb") as nowhere:
+        for file in files:
+            with file.open("rb") as opened:
+                place = 0
+                while sent := os.sendfile(nowhere.fileno(), opened.fileno(), place, _AT_ONCE):
+                    place += sent
 
 
 def open_gpu() -> None:
-    """Make the first GPU's context, which PyTorch takes. Up to a second.
+    """Make the first GPU's context, which PyTorch takes over. Up to a second.
 
     Raises:
         OSError: there is no driver.
     """
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # read by the driver now; PyTorch sets it
     driver = ctypes.CDLL("libcuda.so.1")
     gpu, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), 0) == 0:
@@ -83,11 +94,11 @@ def open_gpu() -> None:
 
 
 def multiply_once() -> None:
-    """Let PyTorch load its library of matrix products. Parts of a second.
+    """Make PyTorch load its library of matrix products. Less than a second.
 
     Raises:
         Exception: there is no GPU, or no memory on it.
     """
     torch = import_module("torch")
-    some = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
-    torch.mm(some, some)
+    matrix = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
+    torch.mm(matrix, matrix)

@@ -2,6 +2,8 @@
 nothing.
 """
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -65,12 +67,18 @@ def test_a_context_is_made_where_there_is_a_gpu(
     gpus, asked, torch_with_gpus, run_here, monkeypatch
 ):
     driver = Driver(gpus)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     fake = types.SimpleNamespace(**{**vars(prefetch.ctypes), "CDLL": lambda _: driver})
     monkeypatch.setattr(prefetch, "ctypes", fake)
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # as it was, after the test
-    monkeypatch.delenv("CUDA_MODULE_LOADING")
     prefetch.begin(ModelOptions(model=str(torch_with_gpus), backend="triton"))
     assert driver.asked == asked
+
+
+def test_no_thread_changes_the_environment(torch_with_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # as it was, after the test
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    monkeypatch.setattr(prefetch.Host, "start_thread", lambda *_: None)
+    prefetch.begin(ModelOptions(model=str(torch_with_gpus), backend="triton"))
     assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
 
 
@@ -92,16 +100,35 @@ def test_no_gpu_is_asked_for_by_a_pytorch_or_a_triton_of_cpus(torch_with_gpus, m
     assert not prefetch._may_use_gpu(ModelOptions())
 
 
-def test_weights_are_read_unless_they_would_take_all_memory(tmp_path, monkeypatch):
-    for name in ("a.safetensors", "b.safetensors", "c.bin"):
-        (tmp_path / name).write_bytes(b"1234")
-    read = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda *what: read.append(what[1:]))
+def cached(path):
+    """The part of a file that the system has in memory."""
+    size, libc = path.stat().st_size, ctypes.CDLL(None)
+    pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as there:
+        first = ctypes.addressof(ctypes.c_char.from_buffer(there))
+        assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(size), pages) == 0
+    return sum(page & 1 for page in pages) / len(pages)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what it has in memory")
+def test_whole_weights_are_read_unless_they_would_take_all_memory(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("a.safetensors", "b.safetensors", "c.bin")]
+    for path in files:
+        with path.open("wb") as file:
+            file.write(bytes(32 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if any(cached(path) for path in files):
+        pytest.skip("this file system keeps all files in memory")
+    with monkeypatch.context() as patched:
+        sizes = {"SC_AVPHYS_PAGES": 2 * (64 << 20) - 1, "SC_PAGE_SIZE": 1}
+        patched.setattr(os, "sysconf", sizes.get)
+        prefetch.read_weights(tmp_path)
+    assert [cached(path) for path in files] == [0, 0, 0]
+    monkeypatch.setattr(prefetch, "_AT_ONCE", 7 << 20)
     prefetch.read_weights(tmp_path)
-    assert read == [(0, 0, os.POSIX_FADV_WILLNEED)] * 2
-    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 15, "SC_PAGE_SIZE": 1}.get)
-    prefetch.read_weights(tmp_path)
-    assert len(read) == 2
+    assert [cached(path) for path in files] == [1, 1, 0]
 
 
 @pytest.mark.filterwarnings("error")  # what a thread raises is a warning of pytest
