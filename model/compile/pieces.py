@@ -6,7 +6,7 @@ change are symbols, those of equal length one symbol.
 Decides: what compiled code depends on, and for which sizes it holds: the compiler notes what it
 assumes of a size (that 32 bits number all elements), and larger ones are not for it.
 
-Invariants: what cannot be compiled alone, or kept, is compiled by `torch.compile` at each start.
+Invariants: what cannot be compiled alone is compiled by `torch.compile` at each start.
 
 Does not know: how a network was cut, which sizes it will be run with.
 """
@@ -131,7 +131,8 @@ def _kept(
         artifact.save(path=str(saved))
         content = saved.read_bytes()
     run = _loaded(content)  # so that both starts run the same
-    write_file(path, _HEAD.pack(*limits) + content)
+    with suppress(OSError):  # a full disk, or one that may not be written
+        write_file(path, _HEAD.pack(*limits) + content)
     return run, limits
 
 
@@ -243,7 +244,10 @@ def _limit(shapes: ShapeEnv, symbol: Any, hints: dict[Any, Any]) -> int:  # noqa
 
 
 def _loaded(content: bytes) -> Callable[..., Sequence[Tensor]]:
-    """The compiled piece that was saved, by no other process; its name says by which PyTorch."""
+    """The compiled piece that was saved. Starts no process.
+
+    Its PyTorch is not compared with this one again, because the name of its file contains that.
+    """
     compiler = import_module("torch._inductor")
     codecache: Any = import_module("torch._inductor.codecache")
     reader = import_module("torch.utils._appending_byte_serializer").BytesReader(content)
@@ -252,7 +256,7 @@ def _loaded(content: bytes) -> Callable[..., Sequence[Tensor]]:
     with tempfile.NamedTemporaryFile() as file, compiler.config.patch(compile_threads=1):
         file.write(content)
         file.flush()
-        codecache.torch_key = lambda: key  # loading compares it, and making it takes long
+        codecache.torch_key = lambda: key  # loading compares it, and computing it takes long
         try:
             artifact: Callable[..., Sequence[Tensor]] = compiler.CompiledArtifact.load(
                 path=file.name

@@ -36,9 +36,9 @@ from model.errors import UnsupportedModelError
 
 
 def start_compiler() -> None:
-    """Load PyTorch's compiler; where no piece is stored, start what it compiles in. A second, once.
+    """Load PyTorch's compiler and, if no piece is stored, start its processes. A second, once.
 
-    Stored pieces need the compiler's modules, and none of its processes.
+    Stored pieces need the compiler's modules, but none of its processes.
     """
     if not has_stored_pieces():
         start_processes()
@@ -61,7 +61,7 @@ class PiecewiseNetwork(TracedNetwork):
         plain: the traced network.
         few: pieces for steps of few tokens; None: there are none.
         sizes: the numbers of tokens that use `few` after `settle`; before that `FEW_ROWS`.
-        is_alone: whether the pieces serve all steps, which the caller keeps within `limits`.
+        is_alone: whether the pieces serve all steps; then the caller keeps steps within `limits`.
 
     Attributes:
         limits: the most tokens, and the most rows, of the pieces.
@@ -208,7 +208,7 @@ def _joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.Graph
 
 
 def _is_product(target: object) -> bool:
-    """Whether it multiplies rows with a weight: of batch-invariant mode by an operator of ours."""
+    """Whether it multiplies rows with a weight; batch-invariant mode has its own operator."""
     return target is nn.functional.linear or str(target) == "kvcore_rows.multiply.default"
 
 

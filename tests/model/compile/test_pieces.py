@@ -154,6 +154,15 @@ def test_what_cannot_be_compiled_alone_is_compiled_at_each_start(folder, monkeyp
     assert not folder.exists()
 
 
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_stored_is_compiled_once_a_start(tmp_path, monkeypatch):
+    (tmp_path / "cache").touch()  # no folder
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch, "compile", None)
+    runs(Piece(module(), SIZED, "inductor"))
+
+
 def assuming(*conditions):
     """The limit of code that assumes something of a size, which was 12."""
     shapes = ShapeEnv()
