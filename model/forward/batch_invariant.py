@@ -75,23 +75,28 @@ _MIXED = frozenset({"bmm", "baddbmm", "_grouped_mm", "grouped_mm"})
 class BatchInvariantNetwork(PagedNetwork):
     """A network whose rows do not depend on each other's number.
 
-    Compiled pieces serve every step: a kernel of a compiler adds up a row in one way for any number
-    of rows, but another kernel may do it in another way.
+    If it is compiled, the pieces serve every step: a compiled kernel adds up a row in the same way
+    for any number of rows, but two kernels may add it up in different ways.
 
     Args:
         model: see `PagedNetwork`.
         backend: see `PagedNetwork`.
-        most_tokens: of a step, and the most rows of logits.
+        most_tokens: the most tokens of a step, and the most rows of logits.
 
     Raises:
-        UnsupportedModelError: the backend has no batch-invariant attention, or the network has
-            recurrent layers.
+        UnsupportedModelError: the backend has no batch-invariant attention, more than two ranks
+            share the network, or it has recurrent layers.
     """
 
     def __init__(self, model: LoadedModel, backend: backends.Backend, most_tokens: int) -> None:
         if "batch_invariant" not in backend.capabilities.features:
             raise UnsupportedModelError(
                 f"batch_invariant: backend {backend.name} has no batch-invariant attention"
+            )
+        if model.ranks is not None and model.ranks.size > 2:
+            raise UnsupportedModelError(
+                f"batch_invariant: wanted a --tp of at most 2, got {model.ranks.size}: collectives "
+                "add the parts of more processes in an order that depends on the number of tokens"
             )
         super().__init__(model, BatchInvariantBackend(backend))  # type: ignore[arg-type]
         if self.layout.states:
@@ -114,7 +119,9 @@ class BatchInvariantNetwork(PagedNetwork):
         """As `PagedNetwork._cut`; the compiler adds up rows between products."""
         if self._has_images or adapters is not None:
             kind = "images" if self._has_images else "adapters"
-            raise UnsupportedModelError(f"batch_invariant: steps with {kind} would round otherwise")
+            raise UnsupportedModelError(
+                f"batch_invariant: compiled pieces would round steps with {kind} differently"
+            )
         return compile_piecewise(_fusible(traced), is_alone=True)
 
     def _compile(
@@ -155,7 +162,7 @@ def _fusible(traced: TracedNetwork) -> TracedNetwork:
 
 
 def _padded(step: StepTensors) -> StepTensors:
-    """A step of one token with another one that is of no sequence."""
+    """A step of one token, and a second token that belongs to no sequence."""
     return replace(
         step,
         input_ids=functional.pad(step.input_ids, (0, 1)),
@@ -179,7 +186,7 @@ class _Alone:
         terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Numbers of the token's rows, added up."""
+        """A sum of the token's query, key and value."""
         del chosen
         places = torch.arange(query.shape[1], device=query.device) % key.shape[1]
         width = value.shape[2]
@@ -195,10 +202,10 @@ _TRIED = (2, 3, 17, 300)
 
 
 def check_rows(traced: TracedNetwork, device: torch.device, vocab_size: int) -> None:
-    """Raise unless a row has the same bits in steps of other sizes. A few passes.
+    """Raise unless a row has the same bits in steps of several sizes. A few passes.
 
     Raises:
-        UnsupportedModelError: it has not.
+        UnsupportedModelError: a row has other bits in one of them.
     """
     ids = torch.arange(1, max(_TRIED) + 1, device=device)[None] * 7919 % vocab_size
     with torch.no_grad():
@@ -206,7 +213,9 @@ def check_rows(traced: TracedNetwork, device: torch.device, vocab_size: int) -> 
         for count in _TRIED:
             some, rows = ids[:, -count:], torch.arange(count, device=device)
             if not torch.equal(traced.logits(some, some % 37, rows, _Alone()), whole[-count:]):
-                raise UnsupportedModelError("batch_invariant: its rows depend on their number")
+                raise UnsupportedModelError(
+                    "batch_invariant: a row of logits depends on the number of rows"
+                )
 
 
 class BatchInvariantBackend:
@@ -214,14 +223,15 @@ class BatchInvariantBackend:
 
     def __init__(self, inner: backends.Backend) -> None:
         self._inner = inner
-        self.capabilities = replace(inner.capabilities, shared_prefix_worth=None)
+        # Of no latents, whose products with heads would have rows of all tokens.
+        self.capabilities = replace(inner.capabilities, shared_prefix_worth=None, max_latent_dim=0)
 
     def warmup(
         self, layers: Sequence[backends.LayerCall], *, max_num_seqs: int, max_query_len: int
     ) -> None:
-        """As `Backend.warmup`, for its own calls."""
+        """As `Backend.warmup`, for calls as this backend makes them."""
         calls = [replace(one, terms=replace(one.terms, batch_invariant=True)) for one in layers]
-        most = max(max_num_seqs, max_query_len)  # each token is a sequence
+        most = max(max_num_seqs, min(max_query_len, _AT_ONCE))  # each token is a sequence
         self._inner.warmup(calls, max_num_seqs=most, max_query_len=1)
 
     def __getattr__(self, name: str) -> object:
@@ -274,7 +284,7 @@ def _token_by_token(batch: backends.PagedBatch) -> list[tuple[slice, backends.Pa
 
 
 def _calls_of(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
-    """Shapes depend on no value, as CUDA graphs need; surplus tokens are sequences of no token."""
+    """Shapes depend on no value, as CUDA graphs need; a surplus token is an empty sequence."""
     if batch.max_query_len == 1:
         return [(slice(None), batch)]
     ends, last = batch.query_start_loc[1:], batch.query_start_loc[-1]
@@ -300,6 +310,7 @@ def _calls_of(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBat
     return calls
 
 
+_BY_COLUMNS = frozenset({"__matmul__", "addmm", "matmul", "mm"})
 _SUMS = frozenset({"mean", "sum"})
 _ROUNDED = frozenset({"cos", "exp", "gelu", "mish", "sigmoid", "silu", "sin", "softplus", "tanh"})
 """Functions of one number whose last bit depends on how many numbers there are: PyTorch computes
@@ -325,13 +336,16 @@ class RowByRow(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         del types
-        given, more = kwargs or {}, self._in_tiles
+        given, in_tiles = kwargs or {}, self._in_tiles
         name = getattr(func, "__name__", "")
+        linear = _linear_in_tiles if in_tiles else _linear
         if func is functional.linear:
-            return (_linear_in_tiles if more else _linear)(*args, **given)  # type: ignore[arg-type]
-        if more and name in _SUMS and isinstance(args[0], Tensor):
+            return linear(*args, **given)  # type: ignore[arg-type]
+        if name in _BY_COLUMNS and not given and (found := _by_columns(*args)) is not None:
+            return linear(*found)
+        if in_tiles and name in _SUMS and isinstance(args[0], Tensor):
             return _summed(name, func, *args, **given)  # type: ignore[arg-type]
-        if not more and name in _ROUNDED and isinstance(args[0], Tensor) and args[0].ndim > 1:
+        if not in_tiles and name in _ROUNDED and isinstance(args[0], Tensor) and args[0].ndim > 1:
             return _each_row(func, args[0], args[1:], given)
         if name in _MIXED:
             raise UnsupportedModelError(
@@ -339,6 +353,20 @@ class RowByRow(TorchFunctionMode):
                 f"{func.__name__}; leave --batch-invariant out"
             )
         return func(*args, **given)
+
+
+def _by_columns(*args: object) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """What a linear layer would be given; None: these products are of another kind.
+
+    Args:
+        args: [bias,] rows, and a weight whose columns are the outputs.
+    """
+    *bias, rows, weight = args
+    if not isinstance(rows, Tensor) or not isinstance(weight, Tensor) or weight.ndim != 2:
+        return None
+    if rows.ndim < 2 or not weight.is_floating_point():
+        return None
+    return rows, weight.t(), cast("Tensor", bias[0]) if bias else None
 
 
 def _each_row(

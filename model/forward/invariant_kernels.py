@@ -9,8 +9,9 @@ program of `multiply` has 64 rows and a tile of columns, and goes through a row 
 numbers, one of `add_up` has a row. Rows that a tile does not have are zeros, and no row of a
 product meets another. Sums are float32.
 
-Decides: the tile, by the shape and dtype of the weight alone (`tile_of`): as wide as leaves enough
-programs for a GPU, since with few rows a product takes the time of reading its weight.
+Decides: the tile, by the shape and dtype of the weight alone (`tile_of`). It is as wide as possible
+while there are enough programs for a GPU, because a product of few rows takes as long as its weight
+takes to read.
 
 Bytes moved: the weight once for 64 rows; the rows once for each tile of columns, from the L2 cache.
 Sources: batch-invariant operators of vLLM and of He et al. 2025, which fix the tiles likewise.
@@ -31,7 +32,7 @@ _ROWS = 64
 """Of a tile: the fewest of Hopper's matrix instruction."""
 _WIDTHS = (128, 64, 32, 16)
 _PROGRAMS = 128
-"""For each 64 rows, if columns suffice: about as many as a GPU has multiprocessors."""
+"""Wanted for each 64 rows: about as many as a GPU has multiprocessors."""
 _WARPS, _STAGES = 4, 4
 _LONGEST = 1024
 """Numbers of a row that are added at once."""
@@ -89,7 +90,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         columns, step = tile_of(count, x.itemsize)
         grid = (triton.cdiv(len(rows), _ROWS), triton.cdiv(count, columns))
         _multiply[grid](
-            rows, weight, out if bias is None else bias, out, len(rows), width, count,
+            rows, weight, out if bias is None else bias.contiguous(), out, len(rows), width, count,
             weight.stride(0), bias is not None, _ROWS, columns, step,
             num_warps=_WARPS, num_stages=_STAGES,
         )  # fmt: skip

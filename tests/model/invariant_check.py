@@ -89,6 +89,8 @@ def main():
     wide = torch.randn(90, 140)[:, :70]  # a weight whose rows have gaps
     x = torch.randn(3, 70)
     assert torch.equal(multiply(x, wide), multiply(x, wide.contiguous()))
+    bias = torch.randn(180)[::2]
+    assert torch.equal(multiply(x, wide, bias), multiply(x, wide, bias.contiguous()))
     batch_invariant._TRIED, traced_network._TRIALS = (2, 70), ((13, 6), (1, 1))  # it is slow
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KVCORE_CACHE_DIR"] = folder

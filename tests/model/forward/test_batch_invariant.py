@@ -1,6 +1,7 @@
 """Batch-invariant mode: a request's result is the same to the bit alone and in any batch."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ import backends
 from model import EngineConfig, SamplingParams
 from model.engine import Engine
 from model.errors import UnsupportedModelError
-from model.forward.batch_invariant import RowByRow
+from model.forward.batch_invariant import BatchInvariantNetwork, RowByRow
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
+from tests.model.tiny_configs import make_config
+from tests.model.walk import build_network
 
 PROMPTS = ["a prompt of some length, ", "short", "a prompt of another length, and its end", "x"]
 PARAMS = [
@@ -40,6 +43,17 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_batch(architecture, budg
     alone = {n: outputs(engine_of(architecture), [n])[n] for n in range(len(PROMPTS))}
     for numbers in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0], [1, 1, 1, 2]):
         assert outputs(engine, numbers) == {n: alone[n] for n in numbers}
+
+
+@pytest.mark.parametrize("name", ["GPT2Config", "FalconConfig", "MiniCPM3Config"])
+def test_products_of_other_kinds_give_the_same_bits(name):
+    """Weights with outputs as columns, by addmm and by @, and latents that a head decompresses."""
+    model = build_network(make_config(name, ""), 0)
+    config = EngineConfig(block_size=4, num_blocks=90, batch_invariant=True)
+    engine = Engine(model, backends.get_backend("numba"), config)
+    alone = [outputs(engine, [n])[n] for n in range(4)]
+    engine = Engine(model, backends.get_backend("numba"), config)
+    assert outputs(engine, range(4)) == dict(enumerate(alone))
 
 
 def test_it_gives_the_same_bits_when_it_is_preempted_and_with_draft_tokens():
@@ -84,7 +98,11 @@ def test_a_row_is_the_same_among_any_others_in_the_kernels_of_a_gpu(interpreting
 def test_what_cannot_be_batch_invariant_is_refused():
     assert "a CPU computes each row by itself" in engine_of(compile=True).prepare()
     config = EngineConfig(num_blocks=60, batch_invariant=True)
+    model = build("qwen3", 25)
     with pytest.raises(UnsupportedModelError, match="backend reference has no batch-invariant"):
-        Engine(build("qwen3", 25), ReferenceBackend(), config)
+        Engine(model, ReferenceBackend(), config)
+    shared = replace(model, ranks=SimpleNamespace(size=3))
+    with pytest.raises(UnsupportedModelError, match="wanted a --tp of at most 2, got 3"):
+        BatchInvariantNetwork(shared, backends.get_backend("numba"), 16)
     with RowByRow(), pytest.raises(UnsupportedModelError, match="in one bmm"):
         torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
