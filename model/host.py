@@ -73,7 +73,7 @@ def part_of_start(name: str) -> Iterator[None]:
 
 
 def log_age(name: str) -> None:
-    """Log at level DEBUG how long this process has existed, where the system tells. O(1)."""
+    """Log at level DEBUG the age of this process, if the system reports it. O(1)."""
     with suppress(OSError, AttributeError, ValueError):
         began = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK")

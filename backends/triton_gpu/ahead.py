@@ -6,9 +6,9 @@ Triton once and forks; each of its children makes its share of the caller's call
 without memory, as if on the caller's GPU, which none of them touches: a launch compiles the kernel
 and ends there. What is compiled lies on disk, where Triton finds it when the caller makes the call.
 
-Decides which process compiles what, when the helper starts (where kernels are on disk: once a call
-takes long), and how it and its caller communicate. Invariants: a helper that fails, hangs or is
-missing costs time and nothing else; no process outlives its caller.
+Decides which process compiles what, when the helper starts (at once; if kernels are on disk, when a
+call takes long), and how it and its caller communicate. Invariants: a helper that fails, hangs or
+is missing costs time and nothing else; no process outlives its caller.
 
 Does not know: which calls there are, what Triton keeps where.
 """
@@ -42,7 +42,7 @@ MOST_CHILDREN = 16
 PATIENCE_S = 60.0
 """How long none of them finishes a call before the caller goes on without them."""
 SOON_S = 0.15
-"""A call that takes longer compiles a kernel: those on disk are read in some hundredths."""
+"""A call that takes longer compiles a kernel: reading one from disk takes a few hundredths."""
 
 
 Calls = Callable[[Place], Sequence[Callable[[], object]]]
@@ -72,7 +72,7 @@ class _Compilers:
     """The processes, from `with` on, if there is something to compile; ended at its end.
 
     Attributes:
-        have_begun: that they compile.
+        have_begun: set when they compile.
         num_made: the calls that the caller has made without them.
     """
 
@@ -110,7 +110,7 @@ class _Compilers:
         self._listen(helper, job)
 
     def _is_needed(self) -> bool:
-        """Wait until a call takes long, if any kernel is on disk; whether one does."""
+        """Whether a call takes long; waits for one, unless no kernel is on disk."""
         with suppress(OSError):
             made = -1 if any(True for _ in Path(triton.knobs.cache.dir).iterdir()) else 0
             while made != self.num_made:

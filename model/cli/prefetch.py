@@ -73,7 +73,7 @@ def read_weights(folder: Path) -> None:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * sum([file.stat().st_size for file in files]) > free_bytes:
         return
-    with open(os.devnull, "wb") as nowhere:
+    with Path(os.devnull).open("wb") as nowhere:
         for file in files:
             with file.open("rb") as opened:
                 place = 0

@@ -351,7 +351,7 @@ class GpuPasses:
         return reach_of_bins(*places)
 
     def log_sums(self, logits: Tensor) -> Tensor:
-        """See `Passes`: the weights' sum, which is exact."""
+        """See `Passes`: by the sum of the weights, which is exact in any order."""
         best = self.most_likely(logits)[0][:, None].float()
         ones = torch.ones_like(best)
         total = _chunk_sums(logits, best, ones, ones / 0).sum(-1, keepdim=True)

@@ -77,7 +77,9 @@ class Passes(Protocol):
         ...
 
     def log_sums(self, logits: Tensor) -> Tensor:
-        """The logarithm of each row's sum of exp: float32 [num_rows, 1]; of its row alone.
+        """The logarithm of each row's sum of exp: float32 [num_rows, 1].
+
+        The bits of a row do not depend on the other rows.
 
         Args:
             logits: [num_rows, vocab_size].
@@ -132,7 +134,7 @@ class PlainPasses:
         return tokens.gather(1, place).squeeze(-1)
 
     def log_sums(self, logits: Tensor) -> Tensor:
-        """See `Passes`: PyTorch adds up a single row in another order than several."""
+        """See `Passes`: PyTorch adds up a row alone in another order than among others."""
         rows = logits.float().split(1)  # type: ignore[no-untyped-call]
         return torch.cat([row.logsumexp(dim=-1, keepdim=True) for row in rows])
 
