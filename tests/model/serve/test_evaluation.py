@@ -37,12 +37,12 @@ WORDS = ("little", "house", "forest", "friends", "river", "garden", "morning", "
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder with two tasks of 24 documents each."""
+    """A folder with two tasks of 8 documents each."""
     folder = tmp_path_factory.mktemp("tasks")
     dice = random.Random(7)
     documents = folder / "documents.jsonl"
     with documents.open("w") as file:
-        for _ in range(24):
+        for _ in range(8):
             choices = dice.sample(WORDS, 4)
             text = f"Once upon a time there was a {dice.choice(WORDS)} in the {dice.choice(WORDS)}."
             line = {"text": f"{text} It was a", "choices": choices, "gold": dice.randrange(4)}
