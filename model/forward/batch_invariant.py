@@ -69,7 +69,7 @@ for _name, _arguments, _run, _shape in (
         _library.impl(_name, _run, _device)  # type: ignore[no-untyped-call]
     _library.impl(_name, _shape, "Meta")  # type: ignore[no-untyped-call]
 
-_MIXED = frozenset({"bmm", "baddbmm", "_grouped_mm", "grouped_mm"})
+_MIXED = frozenset({"addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm", "mm"})
 
 
 class BatchInvariantNetwork(PagedNetwork):
@@ -366,7 +366,10 @@ def _by_columns(*args: object) -> tuple[Tensor, Tensor, Tensor | None] | None:
         return None
     if rows.ndim < 2 or not weight.is_floating_point():
         return None
-    return rows, weight.t(), cast("Tensor", bias[0]) if bias else None
+    if not bias:
+        return rows, weight.t(), None
+    (added,) = bias
+    return (rows, weight.t(), added) if isinstance(added, Tensor) and added.ndim == 1 else None
 
 
 def _each_row(

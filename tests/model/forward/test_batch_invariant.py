@@ -106,3 +106,5 @@ def test_what_cannot_be_batch_invariant_is_refused():
         BatchInvariantNetwork(shared, backends.get_backend("numba"), 16)
     with RowByRow(), pytest.raises(UnsupportedModelError, match="in one bmm"):
         torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
+    with RowByRow(), pytest.raises(UnsupportedModelError, match="in one addmm"):
+        torch.addmm(*torch.ones(3, 2, 2))  # a bias of each row
