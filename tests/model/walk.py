@@ -58,7 +58,9 @@ def outcome(name: str, variant: str) -> str:
         return f"refused: {text}" if "\n" not in text else f"WRONG: not one line: {text!r}"
 
 
-def compare(build: Callable[[int], LoadedModel], choices: Sequence[dict[str, Any]]) -> str:
+def compare(
+    build: Callable[[int], LoadedModel], choices: Sequence[dict[str, Any]], near: float = NEAR
+) -> str:
     """What engines make of the network of the first seed whose texts are clear, as `outcome`."""
     reason = ""
     for seed in range(SEEDS):
@@ -84,7 +86,7 @@ def compare(build: Callable[[int], LoadedModel], choices: Sequence[dict[str, Any
             if got != tokens:
                 return f"WRONG: {tokens} became {got}"
             error = float((torch.tensor(logprobs) - wanted).abs().max())
-            if error > NEAR:
+            if error > near:
                 return f"WRONG: log-probabilities are off by {error:.1e}"
         if engines[0].network.layout.states and len(engines) > 1:
             engine = engine_of(model, num_blocks=90, drafts="ngram")
