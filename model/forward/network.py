@@ -130,7 +130,7 @@ class PagedNetwork:
                     f"backend {backend.name}: layer {layer} stores one row of {shape.head_dim} "
                     f"numbers for key and value, and this backend stores rows of at most "
                     f"{backend.capabilities.max_latent_dim}; use --backend triton or --backend "
-                    f"numba"
+                    f"numba, without --batch-invariant"
                 )
         self.layout = plan_layout([*shapes.values()], [*shapes], states)
         self._scales: Scales = ()

@@ -207,7 +207,7 @@ def test_entries_lie_in_the_place_of_their_layer_and_take_a_row_for_their_rate()
     ("change", "reason"),
     [
         ({"kv_dtype": "fp8"}, "kv_dtype: wanted layers without compressed keys"),
-        ({"batch_invariant": True}, "batch_invariant: this model computes rows"),
+        ({"batch_invariant": True}, "one row of 16 numbers .* without --batch-invariant"),
     ],
 )
 def test_settings_that_cannot_serve_them_are_refused(change, reason):
