@@ -22,7 +22,7 @@ from model.cli.options import ModelOptions
 from model.host import Host
 
 _AT_ONCE = 1 << 30
-"""Bytes of a call; Python's lock is free meanwhile."""
+"""Bytes of one call, which does not hold Python's lock."""
 
 
 def begin(options: ModelOptions) -> None:
@@ -61,10 +61,10 @@ def _may_use_gpu(options: ModelOptions) -> bool:
 
 
 def read_weights(folder: Path) -> None:
-    """Bring the weight files of a folder into memory, if they take at most half of what is free.
+    """Read a folder's weight files into the page cache, if they fit into half of the free memory.
 
-    The files are sent to nowhere: the system reads them, and copies nothing. Advised that it will
-    need a file (POSIX_FADV_WILLNEED), Linux reads the first few MB of it and no more.
+    The files are sent to the null device, so that the system reads them without copying them. With
+    POSIX_FADV_WILLNEED, Linux reads no more than the first few MB of a file.
 
     Raises:
         OSError: one cannot be opened.
@@ -73,11 +73,11 @@ def read_weights(folder: Path) -> None:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * sum([file.stat().st_size for file in files]) > free_bytes:
         return
-    with Path(os.devnull).open("wb") as nowhere:
+    with Path(os.devnull).open("wb") as null:
         for file in files:
             with file.open("rb") as opened:
                 place = 0
-                while sent := os.sendfile(nowhere.fileno(), opened.fileno(), place, _AT_ONCE):
+                while sent := os.sendfile(null.fileno(), opened.fileno(), place, _AT_ONCE):
                     place += sent
 
 

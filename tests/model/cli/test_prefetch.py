@@ -39,7 +39,7 @@ def torch_with_gpus(tmp_path, monkeypatch):
 
 
 class Driver:
-    """Notes what is asked of it, and has as many GPUs as it is told."""
+    """A CUDA driver that records its calls; without GPUs it cannot be initialised."""
 
     def __init__(self, gpus):
         self.asked = []
