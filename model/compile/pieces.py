@@ -33,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from model.compile.stored_graphs import cache_dir, read_file, write_file
+from model.compile.stored_files import cache_dir, read_file, write_file
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"combo_kernels": True}
