@@ -13,10 +13,12 @@ Does not know: how a network was cut, which sizes it will be run with.
 
 import hashlib
 import logging
+import os
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from model.compile.piece_processes import PieceProcesses, serve_one
 from model.compile.stored_files import cache_dir, read_file, write_file
 
 _log = logging.getLogger(__name__)
@@ -55,6 +58,8 @@ class Piece(nn.Module):
 
     Attributes:
         limits: by these numbers, the longest dimensions that it may be called with.
+        processes: the first call lets one of them compile, and calls run the operations as they
+            are; None: the next call waits for that, or compiles here.
     """
 
     def __init__(
@@ -67,9 +72,14 @@ class Piece(nn.Module):
         self._backend = backend
         self._marks = False
         self._run: Callable[..., Sequence[Tensor]] | None = None
+        self._wait: Callable[[], None] | None = None
+        self.processes: PieceProcesses | None = None
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Compute the piece; the first call compiles it. O(1) beside it."""
+        if self._run is None and self.processes is not None:
+            self._submit(inputs, self.processes)
+            return tuple(self._module(*inputs))
         if self._run is None:
             self._run = self._compiled(inputs)
         if self._marks:
@@ -82,8 +92,17 @@ class Piece(nn.Module):
         """Stop marking dimensions: all compilation is done."""
         self._marks = False
 
+    def _submit(self, inputs: Sequence[Tensor], processes: PieceProcesses) -> None:
+        if self._wait is None and self._backend == "inductor":
+            path = _path(self._module, inputs, self._sized)
+            if not path.exists():
+                job = partial(_store, path, self._module, inputs, self._sized)
+                self._wait = processes.submit(job)
+
     def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         is_kept = self._backend == "inductor"
+        if self._wait is not None:
+            self._wait()
         if is_kept:
             try:
                 run, self.limits = _kept(self._module, inputs, self._sized)
@@ -116,7 +135,7 @@ def _kept(
     module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
 ) -> tuple[Callable[..., Sequence[Tensor]], tuple[int, int]]:
     """The compiled piece, from the disk or for it, and its limits. Raises where that cannot be."""
-    path = _folder() / _digest(module, inputs, sized)
+    path = _path(module, inputs, sized)
     try:
         content = read_file(path)
         first, second = _HEAD.unpack(content[: _HEAD.size])
@@ -125,15 +144,56 @@ def _kept(
         _log.debug("compiling: %s", error)
     if inputs[0].device.type == "cuda":
         start_processes()
-    artifact, limits = _compile(module, inputs, sized)
-    with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "piece"
-        artifact.save(path=str(saved))
-        content = saved.read_bytes()
+    content, limits = _saved(module, inputs, sized)
     run = _loaded(content)  # so that both starts run the same
     with suppress(OSError):  # a full disk, or one that may not be written
         write_file(path, _HEAD.pack(*limits) + content)
     return run, limits
+
+
+def _store(
+    path: Path, module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
+) -> None:
+    """Compile a piece and write its file."""
+    if inputs[0].device.type == "cuda":
+        torch.cuda.set_device(inputs[0].device)
+    content, limits = _saved(module, inputs, sized)
+    write_file(path, _HEAD.pack(*limits) + content)
+
+
+def _saved(
+    module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
+) -> tuple[bytes, tuple[int, int]]:
+    """What is kept of a piece, and its limits."""
+    artifact, limits = _compile(module, inputs, sized)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "piece"
+        artifact.save(path=str(saved))
+        return saved.read_bytes(), limits
+
+
+def serve() -> None:
+    """Be a process that compiles one piece; see `piece_processes.py`. Never returns."""
+    serve_one(_prepare)
+
+
+def _prepare() -> None:
+    """Load the compiler, all that it loads for its first piece, and its processes."""
+    start_processes()
+    import_module("torch._inductor.compile_fx")
+    device = "cuda" if torch.cuda.is_available() and "LOCAL_RANK" not in os.environ else "cpu"
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    mean = graph.call_function(torch.mean, (x, -1), {"keepdim": True})
+    graph.output((graph.call_function(torch.mul, (x, mean)),))
+    small = torch.zeros(7, 64, device=device)
+    _compile(fx.GraphModule(nn.Module(), graph), [small], [{0: 0}])
+
+
+def _path(
+    module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
+) -> Path:
+    return _folder() / _digest(module, inputs, sized)
 
 
 def _digest(

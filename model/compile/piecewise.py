@@ -30,17 +30,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
+from model.compile.piece_processes import piece_processes
 from model.compile.pieces import MOST, Piece, has_stored_pieces, start_processes
 from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
 
 
 def start_compiler() -> None:
-    """Load PyTorch's compiler and, if no piece is stored, start its processes. A second, once.
+    """Load PyTorch's compiler and, if no piece is stored, start processes. A second, once.
 
-    Stored pieces need the compiler's modules, but none of its processes.
+    Stored pieces need the compiler's modules, but no process.
     """
-    if not has_stored_pieces():
+    if not has_stored_pieces() and not piece_processes().start():
         start_processes()
     import_module("torch._inductor.compile_fx")
 
@@ -106,6 +107,20 @@ class PiecewiseNetwork(TracedNetwork):
         modules = [self.module] if self._few is None else [self.module, self._few.module]
         children = (child for module in modules for child in module.children())
         return [child for child in children if isinstance(child, Piece)]
+
+    def submit(self, run: Callable[[], object]) -> None:
+        """Let other processes compile the pieces, if some wait: else, nothing. A few passes.
+
+        Args:
+            run: calls all of them.
+        """
+        processes = piece_processes()
+        if processes.can_compile(next(iter(self.module.parameters())).device):
+            for piece in self.pieces:
+                piece.processes = processes
+            run()
+            for piece in self.pieces:
+                piece.processes = None
 
     def settle(self) -> None:
         """End compilation: all that will run has run. A few passes of few tokens.

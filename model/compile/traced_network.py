@@ -26,7 +26,7 @@ Does not know: caches, batches, what attention does.
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 import backends
 from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.attention import Attending, logits_of
+from model.compile.repeated_layers import RepeatedLayers
 from model.compile.stored_graphs import GraphStore
 from model.errors import UnsupportedModelError
 
@@ -209,13 +210,36 @@ def trace_network(
     stored = None if store is None else _from_disk(store, network, device)
     if stored is not None:
         return stored
+    layers = RepeatedLayers(network)
+    made: TracedNetwork | None = None
+    if adapters is None and layers and not is_divided(network):
+        with suppress(UnsupportedModelError):  # some layers of one kind differ after all
+            made = _checked(network, device, None, layers)
+    if made is None:
+        made = _checked(network, device, adapters)
+    if store is not None:
+        store.write(made.module)
+    return made
+
+
+def _checked(
+    network: PreTrainedModel,
+    device: torch.device,
+    adapters: ChoosesAdapters | None,
+    layers: RepeatedLayers | None = None,
+) -> TracedNetwork:
+    """Trace a network and compare it; with `layers` each kind of them is traced once."""
     terms: dict[int, backends.AttentionTerms] = {}
     recurrent: list[_Recurrent] = []
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs what is raised here
     level = logger.level
     try:
         logger.setLevel(logging.CRITICAL)
-        traced = _trace(network, device, terms, recurrent, adapters)
+        with nullcontext() if layers is None else layers.marked():
+            traced = _trace(network, device, terms, recurrent, adapters)
+        if layers is not None:
+            layers.expand(traced)
+            terms, _ = _noted(network, device)
         if device.type == "cuda":
             _check_replayable(traced)
             _move_constants(traced, device)
@@ -232,8 +256,6 @@ def trace_network(
     traced_network = TracedNetwork(module, terms, recurrent)
     for num_tokens, num_rows in _TRIALS:
         _check(network, traced_network, device, num_tokens, num_rows, adapters)
-    if store is not None:
-        store.write(module)
     return traced_network
 
 
@@ -244,17 +266,24 @@ def _from_disk(
     module = store.read()
     if module is None:
         return None
-    terms: dict[int, backends.AttentionTerms] = {}
-    recurrent: list[_Recurrent] = []
-    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
-    with torch.no_grad():
-        _noting(network, device, terms, recurrent, None)(tokens, tokens, tokens[0, :1])
-    stored = TracedNetwork(with_near_attributes(module), terms, recurrent)
+    stored = TracedNetwork(with_near_attributes(module), *_noted(network, device))
     try:
         _check(network, stored, device, *_TRIALS[0], adapters=None)
     except UnsupportedModelError:  # of another network, or damaged
         return None
     return stored
+
+
+def _noted(
+    network: PreTrainedModel, device: torch.device
+) -> tuple[dict[int, backends.AttentionTerms], list[_Recurrent]]:
+    """What a pass of two tokens notes."""
+    terms: dict[int, backends.AttentionTerms] = {}
+    recurrent: list[_Recurrent] = []
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    with torch.no_grad():
+        _noting(network, device, terms, recurrent, None)(tokens, tokens, tokens[0, :1])
+    return terms, recurrent
 
 
 def _trace(

@@ -294,9 +294,9 @@ class PagedNetwork:
         pieces = self._cut(self._traced[adapted], adapters)
         self._traced = {**self._traced, adapted: pieces}
         with warnings.catch_warnings(action="ignore"):  # of the compiler
-            logits = self.logits(step)
-            if pieces.has_few_row_pieces:
-                self.logits(few)
+            steps = (step, few) if pieces.has_few_row_pieces else (step,)
+            pieces.submit(lambda: [self.logits(each) for each in steps])
+            logits, *_ = [self.logits(each) for each in steps]
         pieces.settle()
         return logits
 

@@ -27,6 +27,7 @@ Does not know: requests, or how many blocks there will be.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +37,7 @@ import backends
 from model.attention.batch import prompt_step
 from model.caches.memory import host_free_bytes
 from model.compile.few_rows import FEW_ROWS
+from model.compile.piece_processes import piece_processes
 from model.compile.piecewise import start_compiler
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
@@ -83,7 +85,10 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
     is_compiled = compiles(config, network.device)
     # A new thread starts on the first GPU, so it is told which one this thread uses.
     same_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if is_on_gpu else None
-    with ThreadPoolExecutor(3, initializer=same_gpu) as threads:
+    with (
+        closing(piece_processes()),
+        ThreadPoolExecutor(3, initializer=same_gpu) as threads,
+    ):
         kernels = (
             threads.submit(_warm_up, network, calls, config),
             threads.submit(network.warm_up_draws),

@@ -1,0 +1,221 @@
+"""Pieces compiled side by side, in processes of their own.
+
+PyTorch's compiler is a program in Python, so one process compiles one piece after another. Where
+none is stored, further processes are started while weights are loaded: each loads the compiler,
+compiles one piece, leaves it on disk, where its caller reads it, and ends.
+
+Decides: how many processes there are, and how a piece reaches one: as its operations and the looks
+of its inputs.
+
+Invariants: a process that fails, hangs or is missing costs time and nothing else; none outlives its
+caller, or has memory of the GPU after `close`.
+
+Does not know: what a piece computes, how it is compiled, which file it is kept in.
+"""
+
+import io
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+
+_COMMAND = "from model.compile.pieces import serve; serve()"
+_MOST = 5  # as many different pieces as a network of one kind of layer has
+_CORES = 3  # of each: for itself, and for processes of PyTorch's own
+_GPU_BYTES = 3 << 30  # of each: a context, and the arrays on which kernels are timed
+_PATIENCE_S = 120.0  # how long a piece may take
+_SIZE = struct.Struct(">Q")
+_PIPE = 60_000  # bytes that a pipe takes before they are read
+
+Job = Callable[[], object]
+"""Compiles a piece and stores it; for another process to find by its name."""
+
+
+class PieceProcesses:
+    """Processes that wait for a piece each; see `piece_processes`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[subprocess.Popen[bytes]] = []
+        self._all: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def start(self) -> bool:
+        """Start them, once, if this machine has cores for them; whether there are some. O(1)."""
+        with self._lock, suppress(OSError):
+            count = 0 if self._is_over or self._all else _num_processes()
+            for _ in range(count):
+                self._all.append(_start(count))
+                self._waiting.append(self._all[-1])
+        return bool(self._all)
+
+    def can_compile(self, device: torch.device) -> bool:
+        """Whether one waits for a piece, and the device has memory for all of them. O(1)."""
+        if not self._waiting or device.type != "cuda":
+            return bool(self._waiting)
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return bool(free_bytes > len(self._all) * _GPU_BYTES)
+
+    def submit(self, job: Job) -> Callable[[], None] | None:
+        """Let one do a job; returns what waits for that, or None: none can. O(job)."""
+        with suppress(Exception):  # a job may hold what only this process knows
+            written = io.BytesIO()
+            _Pickler(written).dump(job)
+            content = written.getvalue()
+            if len(content) <= _PIPE and self._waiting:
+                process = self._waiting.pop(0)
+                if process.stdin is not None:
+                    process.stdin.write(_SIZE.pack(len(content)) + content)
+                    process.stdin.flush()
+                    return lambda: _wait(process)
+        return None
+
+    def close(self) -> None:
+        """End them, whatever they do; none will be started again. O(processes)."""
+        with self._lock:
+            self._is_over = True
+            ended, self._all, self._waiting = self._all, [], []
+        for process in ended:
+            _kill(process)
+        for process in ended:
+            with suppress(OSError), process:  # waits, and closes the pipe
+                pass
+
+
+@cache
+def piece_processes() -> PieceProcesses:
+    """Those of this process: they start beside its weights, and end when its network is compiled.
+
+    One start is in progress in a process, whichever engine it is for. O(1).
+    """
+    return PieceProcesses()
+
+
+def serve_one(prepare: Callable[[], object]) -> None:
+    """Be such a process: prepare for any piece, do the job that comes, and end. Never returns."""
+    with suppress(Exception):
+        prepare()
+    stdin = sys.stdin.buffer
+    head = stdin.read(_SIZE.size)
+    if len(head) == _SIZE.size:
+        job: Job = pickle.loads(stdin.read(*_SIZE.unpack(head)))  # noqa: S301  # from the caller
+        threading.Thread(target=_end_with_caller, daemon=True).start()
+        with suppress(Exception):  # the caller meets the error itself
+            job()
+    _end_group()
+
+
+def _end_with_caller() -> None:
+    """End when the caller closes its pipe or has ended."""
+    while os.read(0, 1):
+        pass
+    _end_group()
+
+
+def _end_group() -> None:
+    """End this process and those that it has started."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def _num_processes() -> int:
+    """As many as this process's share of the machine has cores for."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 0
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+    neighbours = max(1, int(said)) if said.isdecimal() else 1
+    return min(_MOST, len(os.sched_getaffinity(0)) // neighbours // _CORES)
+
+
+def _start(count: int) -> "subprocess.Popen[bytes]":
+    threads = str(max(2, len(os.sched_getaffinity(0)) // count))
+    given = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ, "PYTHONPATH": _path()}
+    return subprocess.Popen(  # noqa: S603  # this very Python
+        [sys.executable, "-P", "-c", _COMMAND],  # -P: what lies here is not imported
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=given,
+        start_new_session=True,  # a group, to be ended as one
+    )
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError, PermissionError):  # also what it has left
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _path() -> str:
+    """Where another process finds what this one has found."""
+    return os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
+
+
+class _Pickler(pickle.Pickler):
+    """Of tensors it keeps how they look, of graphs their operations, of operators the name."""
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401  # as Python has it
+        """See `pickle.Pickler`."""
+        if isinstance(value, Tensor):
+            if value.storage_offset():
+                raise ValueError("wanted tensors that begin where their memory does")
+            return _seen, (tuple(value.shape), value.stride(), value.dtype, value.device)
+        if isinstance(value, fx.GraphModule):
+            return _module, (_operations(value.graph),)
+        if isinstance(value, torch._ops.OpOverload):  # noqa: SLF001
+            return _operator, (str(value),)
+        return NotImplemented
+
+
+class _Number(int):
+    """Stands for the node with that number."""
+
+
+def _operations(graph: fx.Graph) -> list[tuple[str, Any, Any, Any]]:
+    numbers = {node: _Number(number) for number, node in enumerate(graph.nodes)}
+    return [
+        (node.op, node.target, *fx.map_arg((node.args, node.kwargs), numbers.__getitem__))
+        for node in graph.nodes
+    ]
+
+
+def _module(operations: Sequence[tuple[str, Any, Any, Any]]) -> fx.GraphModule:
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+
+    def node_of(value: Any) -> Any:  # noqa: ANN401  # arguments of any operator
+        return nodes[value] if isinstance(value, _Number) else value
+
+    for op, target, *given in operations:
+        nodes.append(graph.create_node(op, target, *fx.node.map_aggregate(given, node_of)))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _operator(name: str) -> object:
+    space, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload)
+
+
+def _seen(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor that looks so, without memory."""
+    with FakeTensorMode():
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)

@@ -1,0 +1,166 @@
+"""Processes that compile pieces: what they leave is what the caller runs, and they always end."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+from model.compile import piece_processes, pieces, piecewise
+from model.compile.piece_processes import PieceProcesses, _Pickler
+from model.compile.piecewise import compile_piecewise
+from model.compile.traced_network import trace_network
+from tests.model.compile.test_pieces import SIZED, WEIGHT, module, needs_compiler
+from tests.model.compile.test_piecewise import agree, inputs
+from tests.model.compile.test_traced_network import CPU, switched
+from tests.model.networks import build
+
+UNPREPARED = "from model.compile.piece_processes import serve_one; serve_one(lambda: None)"
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Two, which load nothing before their job."""
+    monkeypatch.setattr(piece_processes, "_num_processes", lambda: 2)
+    monkeypatch.setattr(piece_processes, "_COMMAND", UNPREPARED)
+    started = PieceProcesses()
+    yield started
+    started.close()
+
+
+def is_alive(pid):
+    return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text()
+
+
+def ends(pid):
+    until = time.monotonic() + 60
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(piece_processes, "_num_processes", lambda: 3)
+    monkeypatch.setattr(pieces, "_compile", None)
+    monkeypatch.setattr(torch, "compile", None)
+    started = PieceProcesses()
+    monkeypatch.setattr(piecewise, "piece_processes", lambda: started)
+    piecewise.start_compiler()
+    traced = trace_network(switched(build("qwen3", 3)), CPU)
+    network = compile_piecewise(traced, "inductor")
+    given = inputs(8, [0, 3, 7])
+    network.submit(lambda: agree(traced, network, given))
+    assert [piece._wait is None for piece in network.pieces] == [False] * 3
+    assert agree(traced, network, given)
+    started.close()
+    assert not started.can_compile(CPU)
+    network.submit(None)
+
+
+@pytest.mark.parametrize("command", ["import sys; sys.exit(1)", "import time; time.sleep(1000)"])
+def test_a_process_that_fails_or_hangs_is_not_waited_for(processes, monkeypatch, command):
+    monkeypatch.setattr(piece_processes, "_COMMAND", command)
+    monkeypatch.setattr(piece_processes, "_PATIENCE_S", 0.1 if "sleep" in command else 60)
+    assert processes.start()
+    first, _ = processes._all
+    wait = processes.submit(partial(print, "a job"))
+    if wait is not None:  # it may have ended before it was asked
+        wait()
+    assert ends(first.pid)
+
+
+def test_a_piece_whose_process_has_ended_is_compiled_here(processes, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(piece_processes, "_COMMAND", "")
+    made = []
+    monkeypatch.setattr(pieces, "_kept", lambda *it: made.append(0) or (it[0], (60, 60)))
+    processes.start()
+    piece = pieces.Piece(module(), SIZED, "inductor")
+    x = torch.ones(4, 16)
+    for asked in (processes, None, None):
+        piece.processes = asked
+        assert all(map(torch.equal, piece(x, WEIGHT), module()(x, WEIGHT)))
+        assert made == ([] if asked else [0])
+
+
+def test_what_no_process_can_be_told_is_refused(processes):
+    assert processes.submit(partial(print, "none has started")) is None
+    processes.start()
+    for untold in (lambda: None, torch.zeros(4)[1:], "x" * 100_000):
+        assert processes.submit(partial(print, untold)) is None
+    assert len(processes._waiting) == 2
+
+
+def test_none_outlives_its_caller_or_leaves_a_process(processes, tmp_path):
+    code = (
+        "import os, time; from model.compile.piece_processes import PieceProcesses\n"
+        "import model.compile.piece_processes as own\n"
+        f"own._num_processes = lambda: 2; own._COMMAND = {UNPREPARED!r}\n"
+        "p = PieceProcesses(); p.start(); p.submit(os.getpid)\n"
+        "print(*[each.pid for each in p._all], flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as caller:
+        pids = [int(word) for word in caller.stdout.readline().split()]
+        assert len(pids) == 2
+        caller.kill()
+    assert all(map(ends, pids))
+    processes.start()
+    busy = f"sleep 1000 & echo $! > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid; sleep 1000"
+    wait = processes.submit(partial(os.system, busy))
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.01)
+    mine = [each.pid for each in processes._all]
+    assert all(map(is_alive, mine))
+    processes.close()
+    wait()
+    assert all(map(ends, [*mine, int((tmp_path / "pid").read_text())]))
+    assert not processes.start()
+
+
+def test_a_graph_arrives_as_it_was(tmp_path):
+    graph = fx.Graph()
+    x = graph.placeholder("x0")
+    size = graph.call_method("size", (x, 0))
+    wide = graph.call_function(torch.ops.aten.to.dtype, (x, torch.float32))
+    part = graph.call_function(torch.narrow, (wide, -1, 0, 2))
+    both = graph.call_function(torch.cat, ([part, wide], -1))
+    shaped = graph.call_function(torch.reshape, (both, (size, 1, -1)))
+    graph.output((graph.call_function(torch.mean, (shaped, [-1]), {"keepdim": True}), size))
+    sent = fx.GraphModule(nn.Module(), graph)
+    tensor = torch.zeros(3, 4, dtype=torch.float16).T
+    with (tmp_path / "job").open("wb") as file:
+        _Pickler(file).dump((sent, tensor))
+    came, seen = pickle.loads((tmp_path / "job").read_bytes())  # noqa: S301  # ours
+    assert came.code == sent.code
+    assert seen.shape == (4, 3)
+    assert seen.stride() == (1, 4)
+    assert seen.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "count"), [(2, "", 0), (4, "", 1), (16, "", 5), (64, "8", 2), (64, "x", 5)]
+)
+def test_there_are_as_many_as_this_share_of_the_machine_feeds(monkeypatch, cores, ranks, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert piece_processes._num_processes() == count
+
+
+def test_they_start_once(processes):
+    assert processes.start()
+    pids = [each.pid for each in processes._all]
+    assert processes.start()
+    assert [each.pid for each in processes._all] == pids
+    os.killpg(pids[0], signal.SIGKILL)
+    processes.close()
+    assert not any(map(is_alive, pids))
