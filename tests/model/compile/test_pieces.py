@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,10 +104,15 @@ def test_a_second_start_reads_no_source_of_pytorch_and_starts_no_process(folder,
 
 
 def test_the_compiler_starts_its_processes_where_no_piece_is_stored(folder, monkeypatch):
-    started = []
+    started, others = [], SimpleNamespace(start=lambda: False)
     monkeypatch.setattr(piecewise, "start_processes", lambda: started.append(0))
+    monkeypatch.setattr(piecewise, "piece_processes", lambda: others)
     piecewise.start_compiler()
     assert len(started) == 1
+    others.start = lambda: True  # each of which has its own
+    piecewise.start_compiler()
+    assert len(started) == 1
+    others.start = lambda: False
     folder.mkdir(parents=True)
     piecewise.start_compiler()
     assert len(started) == 2
