@@ -21,9 +21,10 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class PieceProcesses:
                 if process.stdin is not None:
                     process.stdin.write(_SIZE.pack(len(content)) + content)
                     process.stdin.flush()
-                    return lambda: _wait(process)
+                    return partial(_wait, process, time.monotonic() + _PATIENCE_S)
         return None
 
     def close(self) -> None:
@@ -151,9 +152,9 @@ def _start(count: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def _wait(process: "subprocess.Popen[bytes]") -> None:
+def _wait(process: "subprocess.Popen[bytes]", until_s: float) -> None:
     try:
-        process.wait(_PATIENCE_S)
+        process.wait(max(0.0, until_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         _kill(process)
 
