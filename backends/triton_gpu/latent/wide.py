@@ -55,12 +55,13 @@ from backends.triton_gpu.decode.splits import (
 from backends.triton_gpu.hopper.items import allocate_barriers, find_turn, gluon_function
 from backends.triton_gpu.hopper.load import clear_values, load_entries
 from backends.triton_gpu.hopper.prefill import can_copy, count_slots, layout_of
+from backends.triton_gpu.hopper.softmax import add_up, add_weights, start_totals
 from backends.triton_gpu.prefill.order import ENTRY
 from backends.triton_gpu.shared.launch import Box, launcher
 from backends.triton_gpu.shared.layer import Layer
 from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
 from backends.triton_gpu.shared.soft_cap import base2_logits
-from backends.triton_gpu.shared.softmax import add_tile, is_visible, load_sinks
+from backends.triton_gpu.shared.softmax import is_visible, load_sinks
 
 ROWS = 64
 TILE = 64
@@ -328,7 +329,7 @@ def _soften(
         column = key + gl.arange(0, KEYS, gl.SliceLayout(0, logits.type.layout))[None, :]
         visible = is_visible(column, last[:, None], work.window, LAYER.has_window)
         logits = gl.where(visible, logits, float("-inf"))
-    return add_tile(logits, highest, total, 1)
+    return add_weights(logits, highest, total)
 
 
 @gluon_function
@@ -380,6 +381,7 @@ def _lead_rows(
     first = work.begin // KEYS * KEYS
     mbarrier.wait(tiles.ready.index(0), m & 1)
     logits = warpgroup_mma_wait(0, deps=[_multiply_keys(tiles, j)])
+    total = start_totals(total, logits, COLUMNS=8)
     weights, highest, total, rescale = _soften(logits, highest, total, first, last, work, FORM)
     _publish(weights, rescale, tiles, j + m)
     for key in range(first + KEYS, work.end, KEYS):
@@ -398,6 +400,7 @@ def _lead_rows(
     p = gl.convert_layout(weights.to(tiles.left.dtype), LEFT)
     values = tiles.left.index(j % DEPTH).reshape([KEYS, HALF])
     sums = warpgroup_mma(p, values, sums, is_async=True)
+    total = add_up(total, ROW)
     share = 1.0 / gl.where(total > 0, total, 1.0)  # a row may see nothing of a part
     sums = warpgroup_mma_wait(0, deps=[sums])
     mbarrier.arrive(tiles.left_empty.index(j % DEPTH), count=1)
