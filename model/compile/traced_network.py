@@ -41,6 +41,7 @@ from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.attention import Attending, logits_of
 from model.compile.stored_graphs import GraphStore
 from model.errors import UnsupportedModelError
+from model.host import uncollected
 
 _SIZES = (1_299_709, 1_299_689)  # tokens and rows of the trace
 _NEAR = 6  # a number this close to one of them comes from it too
@@ -237,6 +238,7 @@ def trace_network(
     return traced_network
 
 
+@uncollected()
 def _from_disk(
     store: GraphStore, network: PreTrainedModel, device: torch.device
 ) -> TracedNetwork | None:

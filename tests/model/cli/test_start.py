@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from model.host import importing
+from model.host import importing, uncollected
 
 NOT_ASKED_FOR = {
     "hypothesis", "kvcore.testing", "kvcore.tiers", "kvcore.wire", "model.cluster", "msgspec",
@@ -67,3 +67,15 @@ def test_packages_are_imported_without_garbage_collection_and_never_collected():
         assert not any(each is made for each in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_garbage_is_collected_again_once_all_threads_that_pause_it_are_done():
+    first, second = uncollected(), uncollected()
+    with first:
+        second.__enter__()
+        assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="a body"), uncollected():
+        raise ValueError("a body")
+    assert gc.isenabled()
