@@ -89,17 +89,19 @@ def _find(name: str) -> EntryPoint:
 
 
 def _load(name: str, point: EntryPoint) -> Backend:
-    alternative = "choose another of: " + ", ".join(
-        known for known in ("auto", *backend_names()) if known != name
-    )
     try:
         backend = point.load()()
     except BackendUnavailableError:
         raise
     except Exception as error:  # a plug-in may fail in any way; its reason is passed on
         reason = f"loading {point.value} failed: {type(error).__name__}: {error}"
-        raise BackendUnavailableError(name, reason, alternative) from error
+        raise BackendUnavailableError(name, reason, _alternative(name)) from error
     if not isinstance(backend, Backend):
         reason = f"{point.value} returned {type(backend).__name__}, which is no Backend"
-        raise BackendUnavailableError(name, reason, alternative)
+        raise BackendUnavailableError(name, reason, _alternative(name))
     return backend
+
+
+def _alternative(name: str) -> str:
+    others = (known for known in ("auto", *backend_names()) if known != name)
+    return "choose another of: " + ", ".join(others)

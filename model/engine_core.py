@@ -384,7 +384,7 @@ class EngineCore:
         return requests
 
     def prepare_grammars(self) -> None:
-        """Do now what the first grammar would have every request wait for. O(tokens)."""
+        """Begin, on another thread, what the first grammar would wait for. O(1)."""
         self._grammars.prepare()
 
     def compile_grammar(self, grammar: Grammar) -> Future[Compiled]:

@@ -102,17 +102,17 @@ class Program:
 
 
 class Forks:
-    """The process that has imported everything, in an environment; a context that ends it."""
+    """The process that has imported everything and `more`, in an environment; a context ends it."""
 
-    def __init__(self, **environment):
-        self._environment = environment
+    def __init__(self, *more, **environment):
+        self._more, self._environment = more, environment
 
     def __enter__(self):
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for size in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self._asks.setsockopt(socket.SOL_SOCKET, size, 2 * MOST_BYTES)
         with theirs:
-            command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
+            command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), *self._more]
             environment = {**os.environ, **self._environment}
             self._process = subprocess.Popen(
                 command, cwd=ROOT, pass_fds=[theirs.fileno()], env=environment
@@ -177,7 +177,7 @@ def _reap(*, wait=False):
 
 def main():
     """Serve; in a program, run it."""
-    for name in LOADED:
+    for name in (*LOADED, *sys.argv[2:]):
         importlib.import_module(name)
     arguments = next_program(socket.socket(fileno=int(sys.argv[1])))
     if arguments[0] == "-m":

@@ -134,6 +134,7 @@ def make_engine(
     tell: Callable[[str], None] = lambda _: None,
     *,
     load: Load = load_model,
+    expects_grammars: bool = False,
 ) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
@@ -142,6 +143,7 @@ def make_engine(
         config: sizes.
         tell: is called with each line about the start.
         load: what loads it.
+        expects_grammars: what the first grammar needs is made now, beside the preparation.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
@@ -159,6 +161,8 @@ def make_engine(
         )
         with part_of_start("probes and caches"):  # and, on a GPU, all that is compiled
             engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
+        if expects_grammars:
+            engine.prepare_grammars()
         tell(engine.describe_memory())
         tell(f"network: {warm_up(engine)}")
         return engine

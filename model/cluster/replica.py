@@ -63,8 +63,9 @@ class Replica:
         try:
             with importing():
                 start = import_module("model.cli.start")
-            engine: EngineCore = start.make_engine(options.model, options.engine, print)
-            engine.prepare_grammars()
+            engine: EngineCore = start.make_engine(
+                options.model, options.engine, print, expects_grammars=True
+            )
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(

@@ -29,11 +29,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
+from model.compile.few_rows import (
+    FEW_ROWS,
+    LEAST_WEIGHT,
+    Kernels,
+    Unrun,
+    few_row_sizes,
+    fuse_few_rows,
+)
 from model.compile.piece_processes import piece_processes
 from model.compile.pieces import MOST, Piece, has_stored_pieces, start_processes
 from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
+from model.host import uncollected
 
 
 def start_compiler() -> None:
@@ -148,6 +156,7 @@ class PiecewiseNetwork(TracedNetwork):
         return True
 
 
+@uncollected()
 def compile_piecewise(
     traced: TracedNetwork,
     backend: str = "inductor",
@@ -201,7 +210,7 @@ def _joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.Graph
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    module = fx.GraphModule(source, graph)
+    module = Unrun(source, graph)
     groups: dict[object, list[Any]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and _is_product(node.target):
@@ -218,7 +227,6 @@ def _joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.Graph
         nodes.sort(key=lambda node: id(getattr(module, node.args[1].target)) in last)
         if len({node.args[1] for node in nodes}) == len(nodes):
             _join(module, nodes, f"joined_{number}")
-    module.recompile()
     return module
 
 
@@ -311,18 +319,20 @@ class _Cutter:
         outside = [one for node in nodes for one in node.all_input_nodes if one not in inside]
         inputs = [one for one in dict.fromkeys(outside) if one not in self._numbers]
         outputs = [node for node in nodes if not inside.issuperset(node.users)]
-        module = self._module(nodes, inputs, outputs)
+        graph = self._operations(nodes, inputs, outputs)
         sized = [one.meta.get("sized", {}) for one in inputs]
-        name = self._found.setdefault((module.code, repr(sized)), f"piece_{len(self._found)}")
+        look = graph.python_code("self").src, repr(sized)
+        name = self._found.setdefault(look, f"piece_{len(self._found)}")
         if not hasattr(self._root, name):
+            module = fx.GraphModule(nn.Module(), graph)
             setattr(self._root, name, Piece(module, sized, self._backend))
         called = self._graph.call_module(name, tuple(self._copies[one] for one in inputs))
         for place, output in enumerate(outputs):
             self._copies[output] = self._graph.call_function(operator.getitem, (called, place))
 
-    def _module(
+    def _operations(
         self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
-    ) -> fx.GraphModule:
+    ) -> fx.Graph:
         """The nodes as a function, with new names, so that equal pieces have equal code."""
         graph = fx.Graph()
         copies = {one: graph.placeholder(f"x{place}") for place, one in enumerate(inputs)}
@@ -333,7 +343,7 @@ class _Cutter:
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n{place}")
         graph.output(tuple(copies[one] for one in outputs))
-        return fx.GraphModule(nn.Module(), graph)
+        return graph
 
     def _number(
         self,

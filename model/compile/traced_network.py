@@ -42,6 +42,7 @@ from model.attention.attention import Attending, logits_of
 from model.compile.repeated_layers import RepeatedLayers
 from model.compile.stored_graphs import GraphStore
 from model.errors import UnsupportedModelError
+from model.host import uncollected
 
 _SIZES = (1_299_709, 1_299_689)  # tokens and rows of the trace
 _NEAR = 6  # a number this close to one of them comes from it too
@@ -259,6 +260,7 @@ def _checked(
     return traced_network
 
 
+@uncollected()
 def _from_disk(
     store: GraphStore, network: PreTrainedModel, device: torch.device
 ) -> TracedNetwork | None:

@@ -238,10 +238,11 @@ class HuggingFaceCodec:
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
             return None
-        plain = copy(tokenizer)
-        plain.no_padding()
-        plain.no_truncation()
-        return str(plain.to_str())
+        if tokenizer.padding is not None or tokenizer.truncation is not None:
+            tokenizer = copy(tokenizer)  # half a second for 150,000 tokens, which holds the GIL
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+        return str(tokenizer.to_str())
 
     def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
         """As `TextCodec`."""

@@ -44,6 +44,7 @@ from model.errors import (
     UnsupportedModelError,
     shown,
 )
+from model.host import uncollected
 from model.load.architectures import auto_class, check_architecture, check_layers
 from model.load.checkpoint import (
     StoredTensor,
@@ -427,6 +428,7 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
         )
 
 
+@uncollected()
 def _check_network(
     source: _Source, config: PreTrainedConfig, found: Format | None
 ) -> tuple[Mapping[str, StoredTensor], list[str]]:
@@ -526,6 +528,7 @@ def _read_network(
     return network
 
 
+@uncollected()
 def _load_codec(source: _Source, config: PreTrainedConfig) -> HuggingFaceCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:

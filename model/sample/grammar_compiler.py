@@ -13,7 +13,6 @@ passes the trial cannot overflow it here.
 Does not know: requests, steps, logits.
 """
 
-import contextlib
 import json
 import subprocess  # the program is ours
 import sys
@@ -22,8 +21,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -60,6 +61,7 @@ class Compiled:
     spent_s: float = 0.0
 
 
+_T = TypeVar("_T")
 _Work = Future[Compiled | str]
 """What becomes of a grammar: compiled, or what was wanted in its place."""
 
@@ -98,13 +100,13 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(2, "grammar")
 
     def prepare(self) -> None:
-        """Make the library's tokenizer, where grammars are supported. O(tokens).
+        """Begin to make the library's tokenizer, on another thread. O(1).
 
-        The library holds the GIL meanwhile, half a second for 150,000 tokens, so a server does it
-        before it takes requests.
+        That takes a second for 150,000 tokens, and old versions of the library hold the GIL
+        meanwhile, so a server does it while it prepares the engine. Where grammars are unsupported,
+        a request with one is told.
         """
-        with contextlib.suppress(UnsupportedModelError):  # a request with a grammar is told
-            self._known_tokens()
+        self._submit(self._known_tokens)
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).
@@ -163,14 +165,18 @@ class GrammarCompiler:
                 del self._known[grammar]
 
     def _begin(self, grammar: Grammar) -> _Work:
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            work = self._threads.submit(self._compile, grammar)
-        finally:
-            threading.stack_size(before)
+        work = self._submit(partial(self._compile, grammar))
         self._asking[work] = []
         work.add_done_callback(lambda _: self._tell(grammar, work))
         return work
+
+    def _submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Begin work on a thread with enough stack; any of them may compile later."""
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            return self._threads.submit(work)
+        finally:
+            threading.stack_size(before)
 
     def _tell(self, grammar: Grammar, work: _Work) -> None:
         """Tell all who asked what has become of a grammar; the work knows them no more."""

@@ -77,7 +77,7 @@ class Grammars:
         return -(-self._vocab_size // 32)
 
     def prepare(self) -> None:
-        """Do now what the first grammar would wait for; see `GrammarCompiler.prepare`."""
+        """Begin what the first grammar would wait for; see `GrammarCompiler.prepare`. O(1)."""
         self._compiler.prepare()
 
     def compile(self, grammar: Grammar) -> "Future[Compiled]":

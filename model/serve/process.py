@@ -67,8 +67,9 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
             prefetch.begin_with_torch(options.model)
             start = import_module("model.cli.start")  # and Transformers
             import_module("model.serve.reading")
-        made: EngineCore = start.make_engine(options.model, options.engine, say)
-        made.prepare_grammars()
+        made: EngineCore = start.make_engine(
+            options.model, options.engine, say, expects_grammars=True
+        )
         return made
 
     engine = AsyncEngine(

@@ -10,6 +10,7 @@ import torch
 import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
+from backends.triton_gpu.decode import merge as merging
 from backends.triton_gpu.decode import splits
 from backends.triton_gpu.latent import latent
 
@@ -39,6 +40,10 @@ def check_case(case):
 if __name__ == "__main__":
     for one in CASES:
         check_case(one)
+    merging.WIDEST = merging.PIECE = latent.PROGRAMS_A_MULTIPROCESSOR = 4
+    for merging.WIDE_PROGRAMS, seqs in ((1000, 2), (100, 3), (20, 4)):  # pieces, rows, many rows
+        lengths = ((1, 1300), *[(1, 150)] * (seqs - 1))  # no plan of another case fits
+        check_case(BASE.with_(name=f"rows are merged, {seqs}", group=6, seqs=lengths))
     splits.MAX_PLANNED = latent.MAX_PLANNED = 2
     check_case(CASES[0].with_(name="more sequences than are planned"))
     latent.MOST_ROWS = 4

@@ -13,9 +13,10 @@ each case alone. All have to be of one of three kinds, and all are a read after 
   is written there: the number of a part, or the one that ends the program.
 - What a part is given. The first four warps leave it at fixed addresses, before the same barrier.
   A hazard passes if its address is one of those, one of these warps wrote it, and another read it.
-- Latents that two groups of warps have summed up: the second leaves its sums for the first, which
-  waits until it is told. A hazard passes if it was written by the second, in the function that does
-  this alone, and read by the first, in the function that waits.
+- What one group of four warps leaves for the other, which waits until it is told: of latents, the
+  second its sums for the first; of wide latents, the first its factors for the second. A hazard
+  passes if it was written by the one, in a function that leaves this, and read by the other, in the
+  function that waits.
 
 Three small kernels stand beside them. One has parts that wait for a barrier and share nothing else:
 it gets the first reports, so that nothing of ours is needed for them. One hands numbers over as the
@@ -35,6 +36,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -46,6 +48,7 @@ from backends.conformance import AttentionCase
 from backends.conformance.cases import build
 from backends.triton_gpu.hopper import prefill as hopper_prefill
 from backends.triton_gpu.latent import hopper as hopper_latent
+from backends.triton_gpu.latent import wide
 from backends.triton_gpu.prefill import prefill
 
 SEQS = ((1, 37), (9, 9), (40, 133), (150, 150), (70, 400))
@@ -64,9 +67,17 @@ CASES = {
     ),
     "portable": BASE.with_(sinks=True),
     "latents": LATENTS.with_(seqs=((1, 400), (0, 9), (1, 33))),
-    "latents, more rows": LATENTS.with_(seqs=((3, 90), (2, 70)), sinks=True, window=70),
+    "latents, more rows": LATENTS.with_(seqs=((2, 90), (1, 70)), sinks=True, window=70),
+    "wide latents": LATENTS.with_(seqs=((70, 400), (30, 30), (90, 90)), sinks=True, window=90),
+    "wide latents in parts": LATENTS.with_(seqs=((1, 400), (0, 9), (1, 33)), group=64),
 }
-KERNELS = {"portable": prefill._attend.kernel, "latents": hopper_latent.attend_rows.kernel}
+KERNELS = {
+    "portable": prefill._attend.kernel,
+    "latents": hopper_latent.attend_rows.kernel,
+    "latents, more rows": hopper_latent.attend_rows.kernel,
+    "wide latents": wide.attend_tile.kernel,
+    "wide latents in parts": wide.attend_part.kernel,
+}
 WAIT, HANDED, RACE = "a wait and nothing else", "numbers handed over", "a race of its own"
 RESERVED = 1024  # bytes at the start of shared memory that are the system's, from sm_90 on
 STORE = re.compile(r"st\.shared\S*\s+\[global_smem\+(\d+)\], \{?([\d, ]+)\}?;")
@@ -124,7 +135,7 @@ def run(name):
         if name == "portable":
             hopper_prefill.can_attend = lambda *_: False
         build(CASES[name], backend.device).run(backend)
-        kernel = KERNELS.get(name.partition(",")[0], hopper_prefill._attend.kernel)
+        kernel = KERNELS.get(name, hopper_prefill._attend.kernel)
     else:
         out = torch.zeros(384, dtype=torch.int64, device="cuda")
         does = {WAIT: "wait", HANDED: "hand", RACE: "race"}[name]
@@ -191,9 +202,7 @@ def sort_hazards(name, text):
     written = [bytes.fromhex(each) for each in written]
     found = re.search(r"^given (.*)$", text, re.MULTILINE)
     places = set(map(int, found[1].split())) if found else set()
-    awaited = {HANDED: (_part, _part)}.get(name)
-    if name.startswith("latents"):
-        awaited = (hopper_latent._help, hopper_latent._attend)
+    awaited = _awaited(name)
     hazards = [found.groupdict() for found in HAZARD.finditer(text)]
     displayed = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", text)[1]
     assert len(hazards) == int(displayed), (name, len(hazards), displayed)
@@ -207,7 +216,7 @@ def sort_hazards(name, text):
             counts["of the hand-over"] += 1
         elif before < 4 <= after and at in places:
             counts["of what parts are given"] += 1
-        elif awaited and after < 4 <= before < 8 and _is_awaited(hazard, *awaited):
+        elif awaited and awaited.has(hazard, before // 4, after // 4):
             counts["of what is waited for"] += 1
         else:
             ours.append(hazard)
@@ -219,8 +228,31 @@ def _is_hand_over(place, reader, value, written):
     return is_there and reader == 4 + place
 
 
-def _is_awaited(hazard, writes, reads):
-    return int(hazard["wrote"]) in lines_of(writes) and int(hazard["read"]) in lines_of(reads)
+class _Awaited(NamedTuple):
+    """What is left by one group of warps and waited for by another."""
+
+    writer: int
+    """The group of four warps; likewise the reader."""
+    writes: tuple[object, ...]
+    """The functions that leave it."""
+    reader: int
+    reads: object
+    """The function that waits."""
+
+    def has(self, hazard, writer, reader):
+        written = any(int(hazard["wrote"]) in lines_of(each) for each in self.writes)
+        read = int(hazard["read"]) in lines_of(self.reads)
+        return written and read and (writer, reader) == (self.writer, self.reader)
+
+
+def _awaited(name):
+    if name == HANDED:
+        return _Awaited(1, (_part,), 0, _part)
+    if name.startswith("wide"):
+        return _Awaited(0, (wide._publish, wide._lead_rows), 1, wide._follow)
+    if name.startswith("latents"):
+        return _Awaited(1, (hopper_latent._help,), 0, hopper_latent._attend)
+    return None
 
 
 def main():

@@ -19,8 +19,10 @@ import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.sparse import SparseCase, check_sparse
+from backends.conformance.states import LAYERS, MODES, StateCase, check_states
 from backends.triton_gpu.decode import cascade, decode, merge
 from backends.triton_gpu.latent import hopper as hopper_latent
+from backends.triton_gpu.latent import wide
 from backends.triton_gpu.shared.launch import Launcher
 
 BACKEND = backends.get_backend("triton")
@@ -49,6 +51,8 @@ CASES = (
 ELSEWHERE = {
     "hopper.prefill._attend",
     "latent.hopper.attend_rows",
+    "latent.wide.attend_part",
+    "latent.wide.attend_tile",
     "prefill.order._rank",
     "prefill.prefill._attend",
 }
@@ -74,7 +78,7 @@ def forms_that_ran(launcher):
 
 def main():
     cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
-    hopper_latent.can_attend = lambda *_: False
+    hopper_latent.can_attend = wide.can_attend = lambda *_: False
     for case in CASES:
         for finding in check_attention(BACKEND, case):
             assert finding.passed, finding
@@ -83,6 +87,11 @@ def main():
     )
     for finding in check_sparse(BACKEND, sparse):
         assert finding.passed, finding
+    for layer in LAYERS:
+        state = HALF if layer == "conv" else torch.float32
+        case = StateCase(layer, layer, MODES[:3], dtype=HALF, state_dtype=state)
+        for finding in check_states(BACKEND, case):
+            assert finding.passed, finding
     caches = [torch.zeros(9, 5, 2, 24, dtype=HALF, device=DEVICE) for _ in range(2)]
     rows = torch.randn(7, 2, 24, device=DEVICE).to(HALF)
     starts = torch.tensor([0, 3, 7], dtype=torch.int32, device=DEVICE)

@@ -52,6 +52,14 @@ def test_after_a_warm_up_no_call_needs_a_kernel_that_has_not_been_met(interpreti
     assert done.stdout == "nothing is left to compile\n"
 
 
+@pytest.mark.slow
+@needs_triton
+def test_in_the_interpreter_the_sanitizers_small_set_meets_every_kernel(interpreting):
+    done = interpreting.run("-m", "tests.backends.sanitize_set")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "every kernel ran\n"
+
+
 @needs_triton
 def test_what_breaks_the_contract_is_refused_also_after_calls_that_kept_it(interpreting):
     done = interpreting.run("-m", "tests.backends.contract_check")

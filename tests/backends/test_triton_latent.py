@@ -2,9 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -58,10 +55,8 @@ SHAPES = [
 
 @pytest.mark.slow
 @needs_triton
-def test_in_the_interpreter_attention_over_latents_is_right():
-    command = [sys.executable, "-m", "tests.backends.latent_check"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+def test_in_the_interpreter_attention_over_latents_is_right(interpreting):
+    done = interpreting.run("-m", "tests.backends.latent_check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "attention over latents is right\n"
 

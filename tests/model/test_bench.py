@@ -38,6 +38,8 @@ def test_a_replay_counts_idle_slots_by_hand_and_sends_what_follows_after_it():
          {"engine", "generate", "generate_batch"}),
         (["engine", "--workload", "chat", "--peer", "no-prefix-cache"],
          {"engine", "no-prefix-cache"}),
+        (["engine", "--batch-invariant", "--peer", "no-batch-invariant"],
+         {"engine", "no-batch-invariant"}),
         (["host"], {"engine", "kvcore"}),
         (["recurrent", "--model", "tiny-qwen3.5", "--num-requests", "3", "--context", "20",
           "--kv-gigabytes", "0.1"],

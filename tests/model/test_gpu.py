@@ -85,9 +85,9 @@ def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
 
 TEXTS = ["a prompt of some length, ", "short", "abc abc abc abc abc abc abc abc abc ", "x"] * 2
 DRAWN = [
-    SamplingParams(max_tokens=40, logprobs=3, ignore_eos=True, temperature=0.8, seed=number % 4)
-    for number in range(len(TEXTS))
-]
+    SamplingParams(max_tokens=40, logprobs=3, ignore_eos=True, temperature=0.8, seed=number, **more)
+    for number, more in enumerate([{}, {}, {}, {"logit_bias": {97: 9, 98: 9}}])  # repeats itself
+] * 2
 
 
 GRAPHS = r"traced, \d+ graphs"
@@ -178,10 +178,10 @@ def test_batch_invariant_compiled_steps_have_the_same_bits_however_they_are_comp
 
 
 def test_batch_invariant_the_check_finds_products_that_depend_on_the_number_of_rows(monkeypatch):
-    model = invariant_model("qwen3", torch.bfloat16)
+    model = invariant_model("qwen3", torch.float32)  # whose sums show the order
     monkeypatch.setattr(invariant_kernels, "multiply", by_number(invariant_kernels.multiply))
     with pytest.raises(AssertionError, match="together"):
-        check_invariant(model, eager_alone(model), GRAPHS, max_num_batched_tokens=40)
+        check_invariant(model, eager_alone(model), eager=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -146,15 +146,18 @@ def _mrope(*sections: int, **others: Any) -> dict[str, Any]:
 EXTRA |= {
     **dict.fromkeys(
         (
-            *("Qwen2VLConfig", "Qwen2_5_VLConfig", "PaddleOCRVLConfig", "Glm4vConfig"),
+            *("Qwen2_5_VLConfig", "PaddleOCRVLConfig", "Glm4vConfig"),
             *("Glm46VConfig", "GlmOcrConfig", "GlmgaConfig"),
         ),
         _mrope(2, 3, 3),
     ),
+    "Qwen2VLConfig": {"": _mrope(2, 3, 3)[""] | {"vision_config": {"embed_dim": 64}}},
     "Cosmos3EdgeConfig": _mrope(2, 3, 3),
     "Granite4VisionConfig": {"": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}},
     "Molmo2Config": {"": {"adapter_config": {"vision_feature_layer": [1, 0]}}},
-    "MuseSparkConfig": {"": {"audio_config": {"num_hidden_layers": 4}}},
+    "MuseSparkConfig": {
+        "": {"audio_config": {"num_hidden_layers": 4, "hidden_sizes": [16, 16, 32, 32]}}
+    },
     "NemotronH_Omni_Reasoning_V3_Config": {"": {"vision_config": {"video_temporal_patch_size": 2}}},
     "Qwen2_5OmniThinkerConfig": {
         "": _mrope(2, 3, 3)[""] | {"vision_start_token_id": 1, "audio_start_token_id": 2},
@@ -162,7 +165,7 @@ EXTRA |= {
     "Ernie4_5_VLMoeConfig": _mrope(3, 3, 2),
     "Glm4vMoeConfig": _mrope(1, 1, 2, partial_rotary_factor=0.5),
     "HunYuanVLConfig": _mrope(2, 2, 2, 2),
-    "ChameleonConfig": {"": {"vocabulary_map": {"<image>": 4}}},
+    "ChameleonConfig": {"": {"vocabulary_map": {"<image>": 4}, "vq_config": {"base_channels": 32}}},
     "CohereCompassConfig": {
         "": {"text_config": {"rope_parameters": {"full_attention": rope("default")}}}
     },

@@ -11,7 +11,6 @@ can hold them.
 Bytes moved: each part read once. The sum's order is the chunks', so that it is deterministic.
 """
 
-import math
 from typing import NamedTuple
 
 import triton.language as tl
@@ -27,21 +26,20 @@ from backends.triton_gpu.shared.softmax import add_tile
 
 WARPS = 2
 MANY_WARPS = 4
-"""Where there are many sequences, of which one may have most of the parts, and where the rows of
-one sequence are wider than WIDEST."""
+"""Where there are many sequences, of which one may have most of the parts, and for pieces of rows
+that are wide, or of the rows of one sequence."""
 MANY_SEQS = 64
 MANY_PROGRAMS = 2100
 """More would start one after the other; then a program takes several heads."""
+WIDE_PROGRAMS = 528
+"""Likewise of rows wider than WIDEST; a batch in which nothing is cut pays for their starts."""
 WIDEST = 256
 PIECE = 64
-"""Numbers of a row that a program merges, if it has more than WIDEST; twice as many where there are
-many sequences."""
+"""Numbers of a row that a program merges at least, if it has more than WIDEST."""
 FEW_PARTS = 64
 """Loaded together where there are many sequences, most of which have few."""
 FEWEST_PARTS = tl.constexpr(4)
 """Of a sequence that has no more, all rows of a program are merged together, whole."""
-WIDE_HEADS = 4
-"""A program, of rows wider than WIDEST, where there are many sequences."""
 AT_ONCE = 2048
 """Numbers of a part that a program loads together, of such rows."""
 
@@ -231,19 +229,20 @@ def plan_merge(
     """How to merge sequences that `decode` or `latent` has cut so."""
     num_heads, head_dim = out.shape[1:]
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
-    width = power_of_two(head_dim)
+    width = whole = power_of_two(head_dim)
     if head_dim > WIDEST:
-        width = PIECE if grid.vector < MANY_SEQS else 2 * PIECE
+        rows, width = max(1, grid.vector) * most * num_heads, PIECE
+        while width < whole and rows * ceil_div(head_dim, width) > WIDE_PROGRAMS:
+            width *= 2
     heads, pieces = 1, ceil_div(head_dim, width)
-    if pieces > 1 and grid.vector >= MANY_SEQS:
-        heads = math.gcd(num_heads, WIDE_HEADS)
-    elif not (grid.alike or shared.chunks):
-        heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
-    is_wide = pieces > 1 and grid.vector == 1
+    if not (grid.alike or shared.chunks):
+        programs = WIDE_PROGRAMS if head_dim > WIDEST else MANY_PROGRAMS
+        heads = heads_a_program(grid.vector, num_heads, group, programs, many=most > 1)
+    is_wide = head_dim > WIDEST and (grid.vector == 1 or width > PIECE)
     warps = MANY_WARPS if is_wide or grid.vector >= MANY_SEQS else WARPS
-    at_once = parts_at_once(parts, width, warps)
-    step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
-    whole = power_of_two(head_dim)
+    step = parts_at_once(parts, width, warps)
+    if grid.vector >= MANY_SEQS or shared.chunks:
+        step = min(step, FEW_PARTS)
     together = min(power_of_two(heads), max(1, AT_ONCE // whole))
     chained = place.can_chain(out.device)
     form = Form(
@@ -259,11 +258,11 @@ def plan_merge(
     return Launch(variant, shape, (out.stride(0), *counts))
 
 
-def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> int:
-    """Heads that a program merges one after the other: few where programs are few."""
+def heads_a_program(vector: int, num_heads: int, group: int, programs: int, *, many: bool) -> int:
+    """Heads that a program merges one after the other, so that there are at most `programs`."""
     if many:
         return 1 if vector < MANY_SEQS else group
-    fits = (n for n in range(1, group + 1) if vector * num_heads // n <= MANY_PROGRAMS)
+    fits = (n for n in range(1, group + 1) if vector * num_heads // n <= programs)
     return next((n for n in fits if group % n == 0), group)
 
 

@@ -51,9 +51,10 @@ from backends.triton_gpu.hopper.items import (
     read_item,
 )
 from backends.triton_gpu.hopper.merge import merge_items
+from backends.triton_gpu.hopper.softmax import add_up, add_weights, start_totals
 from backends.triton_gpu.hopper.store import State, finish
 from backends.triton_gpu.shared.soft_cap import LOG2E
-from backends.triton_gpu.shared.softmax import add_tile, is_visible
+from backends.triton_gpu.shared.softmax import is_visible
 
 QUADS = gl.constexpr(
     "{.reg .f32 p, q, r;"
@@ -112,7 +113,7 @@ def _soften(
         factor = given.soft_cap * (2 * LOG2E)
     if MASKED:
         logits = gl.where(visible, logits, float("-inf"))
-    return add_tile(logits, highest, total, 1, factor)
+    return add_weights(logits, highest, total, factor)
 
 
 @gluon_function
@@ -262,6 +263,7 @@ def _attend_item(
     begin, end, whole_begin, whole_end = find_span(item, given.window, FORM)
     token = GROUP_ID * (FORM.tokens // GROUPS) + gl.arange(0, HALF, ROW) // FORM.pack
     last = item.position + token - (end - 1) * TILE
+    total = start_totals(total, logits, FORM.shape.columns)
     weights, highest, total, _ = _soften(
         logits, highest, total, last, scale, given, FORM, MASKED=True
     )
@@ -286,7 +288,8 @@ def _attend_item(
             state, rows, slot, rings, j, last, whole_begin - begin, scale, given, FORM,
             MASKED=True,
         )  # fmt: skip
-    return state, j
+    total = add_up(state.total, ROW)
+    return State(state.weights, state.sums, state.extra, state.highest, total), j
 
 
 @gluon_function

@@ -386,7 +386,7 @@ def plan_latents(
         cut = cut._replace(vector=32)
     strides = (*query.stride()[:2], out.stride(0), batch.num_seqs, batch.block_table.stride(0))
     part_grid = (programs, *grid.shape)
-    if is_wide and part.rows == wide.ROWS and block_size >= wide.LARGE:
+    if is_wide and part.rows == wide.ROWS:
         part_launch = _wide(place, query, cache, out, terms, layer, cut, part_grid)
         part_launch = part_launch._replace(numbers=(*strides[3:], most, grid.target))
     else:

@@ -4,7 +4,8 @@ The formula, the rows and the parts of `latent`. `hopper` has tiles of latents o
 its products, which wastes nothing on few rows; here the rows are, 64 of them, and the sums of their
 512 numbers fill the registers of two groups of four warps. Each has half of the values. The first
 multiplies the rows with the keys and computes the weights, which go to the second by way of shared
-memory. One warp loads, by the copy engine.
+memory. Two warps load half of the values each, by the copy engine: starting the copies of a tile in
+blocks of 16 tokens takes one about as long as multiplying it.
 
 A tile of 64 latents lies in pieces: the first group's half of the values with the rest of the key,
 which it frees, and the second group's half. While the matrix unit has the values of a tile and the
@@ -54,20 +55,19 @@ from backends.triton_gpu.decode.splits import (
 from backends.triton_gpu.hopper.items import allocate_barriers, find_turn, gluon_function
 from backends.triton_gpu.hopper.load import clear_values, load_entries
 from backends.triton_gpu.hopper.prefill import can_copy, count_slots, layout_of
+from backends.triton_gpu.hopper.softmax import add_up, add_weights, start_totals
 from backends.triton_gpu.prefill.order import ENTRY
 from backends.triton_gpu.shared.launch import Box, launcher
 from backends.triton_gpu.shared.layer import Layer
 from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
 from backends.triton_gpu.shared.soft_cap import base2_logits
-from backends.triton_gpu.shared.softmax import add_tile, is_visible, load_sinks
+from backends.triton_gpu.shared.softmax import is_visible, load_sinks
 
 ROWS = 64
 TILE = 64
 REST = 64
 WARPS = 4
-REGISTERS = (232, 40)
-LARGE = 64
-"""Block size from which parts are faster here: copies of smaller blocks are too many."""
+REGISTERS = (224, 56, 56)
 DEPTH = gl.constexpr(2)
 _COUNT = gl.constexpr(ROWS)
 
@@ -99,6 +99,14 @@ class _Tiles(NamedTuple):
     """A tile's weights are there, or what results are multiplied by."""
     taken: gl.tensor
     """The second group has read them."""
+
+
+class _Half(NamedTuple):
+    """Half of the values of each tile, and its barriers."""
+
+    tiles: gl.tensor
+    full: gl.tensor
+    empty: gl.tensor
 
 
 class _Work(NamedTuple):
@@ -188,9 +196,13 @@ def _find_tile(n: gl.tensor, call: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
 
 @gluon_function
 def _load(
-    boxes: gl.tensor, tiles: gl.tensor, only: gl.tensor, call: gl.tensor, FORM: gl.constexpr
-) -> None:
-    """Copy the rows and every tile of all work, in the order in which they are multiplied."""
+    boxes: gl.tensor, tiles: gl.tensor, only: gl.tensor, call: gl.tensor, FORM: gl.constexpr,
+    LEFT: gl.constexpr,
+) -> None:  # fmt: skip
+    """Copy one half of every tile of all work, in the order in which they are multiplied.
+
+    LEFT: the first half of the values with the rest of the key, and the rows; otherwise the second.
+    """
     q_wide, q_rest, _, _ = boxes
     HALF: gl.constexpr = FORM.half
     KEYS: gl.constexpr = tiles.left.shape[1]
@@ -203,67 +215,69 @@ def _load(
             low, high = work.begin // BLOCK_SIZE, (work.end - 1) // BLOCK_SIZE
             first = work.begin // KEYS * KEYS
             ahead = load_entries(work.table, first, low, high, BLOCK_SIZE)
-            row, ready = work.start + work.token, tiles.ready.index(0)
-            mbarrier.wait(tiles.free.index(0), (m & 1) ^ 1)
-            mbarrier.expect(ready, 2 * q_wide.block_type.nbytes + q_rest.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_wide, [row, work.head, 0], ready, tiles.queries)
-            tma.async_copy_global_to_shared(
-                q_rest, [row, work.head, 2 * HALF], ready, tiles.rest_queries
-            )
-            tma.async_copy_global_to_shared(
-                q_wide, [row, work.head, HALF], ready, tiles.right_queries
-            )
+            if LEFT:
+                row, ready = work.start + work.token, tiles.ready.index(0)
+                mbarrier.wait(tiles.free.index(0), (m & 1) ^ 1)
+                mbarrier.expect(ready, 2 * q_wide.block_type.nbytes + q_rest.block_type.nbytes)
+                tma.async_copy_global_to_shared(q_wide, [row, work.head, 0], ready, tiles.queries)
+                tma.async_copy_global_to_shared(
+                    q_rest, [row, work.head, 2 * HALF], ready, tiles.rest_queries
+                )
+                tma.async_copy_global_to_shared(
+                    q_wide, [row, work.head, HALF], ready, tiles.right_queries
+                )
             live_begin = gl.maximum(work.seen, low * BLOCK_SIZE)
             live_end = gl.minimum(work.length, (high + 1) * BLOCK_SIZE)
             for key in range(first, work.end, KEYS):
                 entries = ahead
                 ahead = load_entries(work.table, key + KEYS, low, high, BLOCK_SIZE)
                 edge = (key + KEYS > work.length) | (key < work.seen)
-                _load_tile(boxes, tiles, entries, key, j, edge, FORM)
+                _load_tile(boxes, tiles, entries, key, j, edge, FORM, LEFT)
                 if edge:  # 0 * NaN is NaN: what no row sees becomes zeros
                     at = j % DEPTH
-                    mbarrier.wait(tiles.left_full.index(DEPTH), edges & 1)
-                    mbarrier.wait(tiles.right_full.index(DEPTH), edges & 1)
+                    half = _half_of(tiles, LEFT)
+                    mbarrier.wait(half.full.index(DEPTH), edges & 1)
                     edges += 1
-                    clear_values(tiles.left.index(at), live_begin - key, live_end - key)
-                    clear_values(tiles.right.index(at), live_begin - key, live_end - key)
+                    clear_values(half.tiles.index(at), live_begin - key, live_end - key)
                     fence_async_shared()
-                    mbarrier.arrive(tiles.left_full.index(at), count=1)
-                    mbarrier.arrive(tiles.right_full.index(at), count=1)
+                    mbarrier.arrive(half.full.index(at), count=1)
                 j += 1
             m += 1
 
 
 @gluon_function
+def _half_of(tiles: gl.tensor, LEFT: gl.constexpr) -> gl.tensor:
+    if LEFT:
+        return _Half(tiles.left, tiles.left_full, tiles.left_empty)
+    else:  # noqa: RET505 - known to the compiler
+        return _Half(tiles.right, tiles.right_full, tiles.right_empty)
+
+
+@gluon_function
 def _load_tile(
     boxes: gl.tensor, tiles: gl.tensor, entries: gl.tensor, key: gl.tensor, j: gl.tensor,
-    edge: gl.tensor, FORM: gl.constexpr,
+    edge: gl.tensor, FORM: gl.constexpr, LEFT: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Start the copies of the j-th tile's pieces, as each has room; `edge`: it lands apart."""
+    """Start the copies of one half of the j-th tile, when it has room; `edge`: it lands apart."""
     _, _, c_wide, c_rest = boxes
     HALF: gl.constexpr = FORM.half
     COPY: gl.constexpr = c_wide.block_shape[0]
     COPIES: gl.constexpr = tiles.left.shape[1] // COPY
+    BYTES: gl.constexpr = c_wide.block_type.nbytes + (c_rest.block_type.nbytes if LEFT else 0)
+    half = _half_of(tiles, LEFT)
     lane = gl.arange(0, 32, entries.type.layout)
-    at, phase = j % DEPTH, (j // DEPTH & 1) ^ 1
-    to = gl.where(edge, DEPTH, at)
-    left_full, right_full = tiles.left_full.index(to), tiles.right_full.index(to)
-    mbarrier.wait(tiles.left_empty.index(at), phase)
-    mbarrier.expect(left_full, COPIES * (c_wide.block_type.nbytes + c_rest.block_type.nbytes))
+    at = j % DEPTH
+    landed = half.full.index(gl.where(edge, DEPTH, at))
+    mbarrier.wait(half.empty.index(at), (j // DEPTH & 1) ^ 1)
+    mbarrier.expect(landed, COPIES * BYTES)
     for c in gl.static_range(COPIES):
         slot = gl.sum(gl.where(lane == c, entries, 0), 0) * FORM.slots
         slot += key % FORM.layer.block_size
-        part = tiles.left.index(at).slice(c * COPY, COPY, 0)
-        tma.async_copy_global_to_shared(c_wide, [slot, 0, 0], left_full, part)
-        part = tiles.rest.index(at).slice(c * COPY, COPY, 0)
-        tma.async_copy_global_to_shared(c_rest, [slot, 0, 2 * HALF], left_full, part)
-    mbarrier.wait(tiles.right_empty.index(at), phase)
-    mbarrier.expect(right_full, COPIES * c_wide.block_type.nbytes)
-    for c in gl.static_range(COPIES):
-        slot = gl.sum(gl.where(lane == c, entries, 0), 0) * FORM.slots
-        slot += key % FORM.layer.block_size
-        part = tiles.right.index(at).slice(c * COPY, COPY, 0)
-        tma.async_copy_global_to_shared(c_wide, [slot, 0, HALF], right_full, part)
+        part = half.tiles.index(at).slice(c * COPY, COPY, 0)
+        tma.async_copy_global_to_shared(c_wide, [slot, 0, 0 if LEFT else HALF], landed, part)
+        if LEFT:
+            part = tiles.rest.index(at).slice(c * COPY, COPY, 0)
+            tma.async_copy_global_to_shared(c_rest, [slot, 0, 2 * HALF], landed, part)
 
 
 @gluon_function
@@ -315,7 +329,7 @@ def _soften(
         column = key + gl.arange(0, KEYS, gl.SliceLayout(0, logits.type.layout))[None, :]
         visible = is_visible(column, last[:, None], work.window, LAYER.has_window)
         logits = gl.where(visible, logits, float("-inf"))
-    return add_tile(logits, highest, total, 1)
+    return add_weights(logits, highest, total)
 
 
 @gluon_function
@@ -367,6 +381,7 @@ def _lead_rows(
     first = work.begin // KEYS * KEYS
     mbarrier.wait(tiles.ready.index(0), m & 1)
     logits = warpgroup_mma_wait(0, deps=[_multiply_keys(tiles, j)])
+    total = start_totals(total, logits, COLUMNS=8)
     weights, highest, total, rescale = _soften(logits, highest, total, first, last, work, FORM)
     _publish(weights, rescale, tiles, j + m)
     for key in range(first + KEYS, work.end, KEYS):
@@ -385,6 +400,7 @@ def _lead_rows(
     p = gl.convert_layout(weights.to(tiles.left.dtype), LEFT)
     values = tiles.left.index(j % DEPTH).reshape([KEYS, HALF])
     sums = warpgroup_mma(p, values, sums, is_async=True)
+    total = add_up(total, ROW)
     share = 1.0 / gl.where(total > 0, total, 1.0)  # a row may see nothing of a part
     sums = warpgroup_mma_wait(0, deps=[sums])
     mbarrier.arrive(tiles.left_empty.index(j % DEPTH), count=1)
@@ -486,8 +502,9 @@ def _attend(
     gl.warp_specialize([
         (_lead, (tiles, work, call, target, FORM)),
         (_follow, (tiles, work, call, target, FORM)),
-        (_load, (boxes, tiles, work, call, FORM)),
-    ], [4, 1], FORM.registers)  # fmt: skip
+        (_load, (boxes, tiles, work, call, FORM, True)),
+        (_load, (boxes, tiles, work, call, FORM, False)),
+    ], [4, 1, 1], FORM.registers)  # fmt: skip
 
 
 @launcher(
@@ -573,7 +590,7 @@ class Form(NamedTuple):
     """The next kernel may be launched before this one has ended."""
     tile: int = TILE
     """Keys."""
-    registers: tuple[int, int] = REGISTERS
+    registers: tuple[int, int, int] = REGISTERS
 
     @property
     def cuts(self) -> bool:

@@ -1,8 +1,9 @@
 """`python -m tests.bench engine`: requests through the engine, and the same through others.
 
 Everything that a server does before its first request happens before the clock starts. Subjects
-take turns in one process, each on an empty cache and, but for `no prefix cache`, with the flags of
-`model.run` that the command line has.
+take turns in one process, each on an empty cache and, but for a peer named after a flag, with the
+flags of `model.run` that the command line has. `no-batch-invariant` is a second engine, with a
+cache of its own: give `--num-blocks` on a GPU.
 """
 
 from dataclasses import replace
@@ -26,13 +27,13 @@ HEADINGS = {
     "all": "All requests are answered; each gets exactly the tokens that it asks for.",
     "each": "Of the engine's last turn: what one request waits for.",
 }
-UNCACHED = "no-prefix-cache"
+UNCACHED, PLAIN = "no-prefix-cache", "no-batch-invariant"
 
 
 def add_flags(parser):
     parser.add_argument("--workload", choices=SHAPES, default="uniform")
     parser.add_argument(
-        "--peer", action="append", default=[], choices=(*PEERS, UNCACHED), help="repeatable"
+        "--peer", action="append", default=[], choices=(*PEERS, UNCACHED, PLAIN), help="repeatable"
     )
     parser.add_argument("--rounds", type=int, default=1, help="turns of each")
     for name, kind in (
@@ -82,7 +83,8 @@ def _rows(options):
     )  # fmt: skip
     requests = make_requests(shape, model.network.config.get_text_config().vocab_size)
     lengths = tuple([total - 1 for total in total_lengths(requests)])  # the last is not computed
-    engine = engine_of(model, backend, replace(config, expected_lengths=lengths))
+    config = replace(config, expected_lengths=lengths)
+    engine = engine_of(model, backend, config)
     how = warm_up(engine)
     if what.follows and isinstance(engine, TwinEngine):
         engine.follow()
@@ -90,13 +92,20 @@ def _rows(options):
     params = SamplingParams(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
     )
-    turn = partial(_turn, engine, requests, params, options.max_concurrency)
+    settings = (requests, params, options.max_concurrency)
     served = []
-    runs = [(Subject("engine", None, is_ours=True), partial(turn, served, is_cached=True))]
+    run = partial(_turn, engine, *settings, served, is_cached=True)
+    runs = [(Subject("engine", None, is_ours=True), run)]
     at_once = min(options.max_concurrency or len(requests), config.max_num_seqs, len(requests))
     for name in options.peer:
-        run = partial(turn, [], is_cached=False) if name == UNCACHED else None
-        run = run or partial(_peer_turn, PEERS[name], model, served, at_once)
+        if name == UNCACHED:
+            run = partial(_turn, engine, *settings, [], is_cached=False)
+        elif name == PLAIN:
+            plain = engine_of(model, backend, replace(config, batch_invariant=False))
+            warm_up(plain)
+            run = partial(_turn, plain, *settings, [], is_cached=True)
+        else:
+            run = partial(_peer_turn, PEERS[name], model, served, at_once)
         runs.append((Subject(name, None), run))
     num_output = sum(one.max_tokens for one in requests)
     name = f"{options.workload}: {len(requests)} requests, {num_output:,} tokens; {how}."

@@ -57,6 +57,7 @@ class DecodeCase:
     """(query tokens, length) of further sequences."""
     what: str = ""
     """What such a batch is called."""
+    block_size: int = BLOCK_SIZE
 
     @property
     def seqs(self) -> tuple[tuple[int, int], ...]:
@@ -82,7 +83,8 @@ class DecodeCase:
         cache = "" if self.cache_dtype is None else f" over {str(self.cache_dtype)[6:]}"
         shared = f", {self.shared} shared" if self.shared else ""
         what = self.what or f"{kind} {self.batch} x {self.length}"
-        return f"{what}{shared}, {heads}, {str(self.dtype)[6:]}{cache}"
+        blocks = "" if self.block_size == BLOCK_SIZE else f", blocks of {self.block_size}"
+        return f"{what}{shared}, {heads}, {str(self.dtype)[6:]}{cache}{blocks}"
 
     @property
     def kv_bytes(self) -> int:
@@ -101,8 +103,8 @@ class DecodeCase:
     def inputs(self, device: torch.device) -> tuple[Tensor, KVCache, PagedBatch]:
         """Query, cache with shuffled blocks, batch."""
         counts, lengths = zip(*self.seqs, strict=True)
-        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        shape = (1 + sum(blocks), BLOCK_SIZE, self.num_kv_heads, self.head_dim)
+        blocks = [-(-length // self.block_size) for length in lengths]
+        shape = (1 + sum(blocks), self.block_size, self.num_kv_heads, self.head_dim)
         layout = self.layout
         cache = layout.over(
             [torch.randn(shape, device=device).to(layout.dtype) for _ in layout.row_bytes]
@@ -112,7 +114,8 @@ class DecodeCase:
         for row, own in zip(table, blocks, strict=True):
             row[:own] = ids[at : at + own]
             at += own
-        table[:, : self.shared // BLOCK_SIZE] = table[0, : self.shared // BLOCK_SIZE]
+        shared = self.shared // self.block_size
+        table[:, :shared] = table[0, :shared]
         rows = sum(counts)
         query = torch.randn(rows, self.num_q_heads, self.head_dim, device=device).to(self.dtype)
         batch = PagedBatch(

@@ -4,7 +4,7 @@ import torch
 
 from backends import BackendError, get_backend
 from tests.bench.kernels.cpu import bench_cpu
-from tests.bench.kernels.gpu import bench_gpu
+from tests.bench.kernels.gpu import ONLY, bench_gpu
 from tests.bench.measure import BenchError, Row, Spread
 
 HEADINGS = {
@@ -31,8 +31,7 @@ _KINDS = {
 
 def add_flags(parser):
     parser.add_argument("--backend", default="auto", help="auto, numba, triton or a plug-in's name")
-    parser.add_argument("--only-states", action="store_true", help="of a GPU")
-    parser.add_argument("--only-sparse", action="store_true", help="of a GPU")
+    parser.add_argument("--only", choices=ONLY, help="on a GPU")
 
 
 def rows(options):
@@ -45,8 +44,7 @@ def rows(options):
     if is_cpu:
         found = bench_cpu(backend, quick=options.quick)
     else:
-        only = {"only_states": options.only_states, "only_sparse": options.only_sparse}
-        found = bench_gpu(backend, quick=options.quick, **only)
+        found = bench_gpu(backend, quick=options.quick, only=options.only)
     for one in found:
         first = one.case.split()[0]
         is_move = first.startswith(("store_kv", "copy_blocks", "compute_slot"))

@@ -6,7 +6,7 @@ attention over latents, which reads little for long contexts, also a sum over th
 starts and ends as a kernel does. What a call costs the host is measured without a graph.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -23,6 +23,8 @@ from tests.bench.kernels.graphs import against, buffer_sets, time_graph
 
 READ, COPY, FLAT, AS_MANY = "read", "copy", "unshared", "a sum of as many bytes"
 MATMUL = prefill.MATMUL
+ONLY = ("latents", "sparse", "states")
+"""What can be measured alone."""
 
 _QUICK = (DecodeCase(1, 1024), DecodeCase(1, 8192), DecodeCase(8, 1024))
 _DECODE = (
@@ -65,61 +67,82 @@ _SHARED = (DecodeCase(64, 8192, shared=7168), DecodeCase(256, 2048, shared=1536)
 
 LATENT_DIM = 576
 _LATENTS = tuple(
-    DecodeCase(
-        batch,
-        length,
-        num_q_heads=heads,
-        num_kv_heads=1,
-        head_dim=LATENT_DIM,
-        value_dim=512,
-        new=new,
-    )
-    for batch, length, heads, new in (
-        (1, 8192, 16, 1),
-        (1, 32768, 16, 1),
-        (8, 8192, 16, 1),
-        (64, 4096, 16, 1),
-        (256, 1024, 16, 1),
-        (256, 4096, 16, 1),
-        (64, 4096, 32, 1),
-        (64, 4096, 128, 1),
-        (1, 32768, 128, 1),
-        (64, 4096, 16, 2),
-        (1, 2048, 16, 2048),
+    DecodeCase(batch, length, heads, 1, LATENT_DIM, value_dim=512, new=new, block_size=block_size)
+    for batch, length, heads, new, block_size in (
+        (1, 1024, 16, 1, 16),
+        (1, 8192, 16, 1, 16),
+        (1, 32768, 16, 1, 16),
+        (8, 8192, 16, 1, 16),
+        (32, 4096, 16, 1, 16),
+        (64, 4096, 16, 1, 16),
+        (132, 4096, 16, 1, 16),
+        (256, 1024, 16, 1, 16),
+        (256, 4096, 16, 1, 16),
+        (64, 4096, 16, 2, 16),
+        (64, 4096, 32, 1, 16),
+        (64, 4096, 64, 1, 16),
+        (64, 4096, 128, 1, 16),
+        (64, 4096, 128, 1, 64),
+        (256, 1024, 128, 1, 16),
+        (1, 32768, 128, 1, 16),
+        (1, 2048, 16, 2048, 16),
+        (1, 8192, 16, 8192, 16),
+        (1, 8192, 16, 8192, 64),
+        (1, 2048, 128, 2048, 16),
+        (4, 1024, 16, 1024, 16),
+        (1, 16384, 16, 512, 16),
     )
 )
 
 
+def latent_cases(can: Capabilities) -> tuple[DecodeCase, ...]:
+    """Attention over latents, if the backend has it: decode and prompts."""
+    return _LATENTS if can.max_latent_dim >= LATENT_DIM else ()
+
+
 def decode_cases(can: Capabilities) -> tuple[DecodeCase, ...]:
     """Decode of every kind, and latents: what a backend of these capabilities is timed on."""
-    latents = _LATENTS if can.max_latent_dim >= LATENT_DIM else ()
+    latents = latent_cases(can)
     plain = (*_DECODE, *_SHAPES, *_RAGGED)
     again = (*_QUANTISED, *(case for case in latents if case.batch == 64 and case.new == 1))
     quantised = tuple(replace(case, cache_dtype=kind) for kind in can.quantised for case in again)
     return (*plain, *quantised, *_SHARED, *latents)
 
 
-def bench_gpu(
-    backend: Backend, *, quick: bool, only_states: bool = False, only_sparse: bool = False
-) -> Iterator[Row]:
+def bench_gpu(backend: Backend, *, quick: bool, only: str | None = None) -> Iterator[Row]:
     """Decode, prefill, stores and states on the GPU beside the ceilings; quick: the small cases.
 
     Each row comes when it is measured: on a machine that compiles all of them that takes minutes.
+
+    Args:
+        backend: what to measure.
+        quick: the small cases.
+        only: one of ONLY.
     """
-    device = backend.device
+    device, can = backend.device, backend.capabilities
     found = ceilings(device)
     speed = {row.case: row.gb_per_s or row.tflop_per_s for row in found}
     yield from found
-    if backend.capabilities.max_index_dim:
+    if can.max_index_dim and only in (None, "sparse"):
         yield from sparse.bench_sparse(cast("SparseBackend", backend), speed[READ], quick=quick)
-    if only_sparse:
-        return
-    if isinstance(backend, StateBackend):
+    if isinstance(backend, StateBackend) and only in (None, "states"):
         yield from states.bench_states(backend, speed[COPY], COPY, quick=quick)
-    if only_states:
+    if only == "latents":
+        yield from _bench_decode(backend, latent_cases(can), speed)
+    if only is not None:
         return
-    for case in _QUICK if quick else decode_cases(backend.capabilities):
-        sets = [case.inputs(device) for _ in range(buffer_sets(case.kv_bytes))]
+    yield from _bench_decode(backend, _QUICK if quick else decode_cases(can), speed)
+    if not quick:
+        yield from prefill.bench_prefill(backend, speed[MATMUL])
+    yield from moves.bench_moves(backend, quick=quick)
+    yield from host.bench_host(backend)
+
+
+def _bench_decode(
+    backend: Backend, cases: Iterable[DecodeCase], speed: Mapping[str, float]
+) -> Iterator[Row]:
+    for case in cases:
+        sets = [case.inputs(backend.device) for _ in range(buffer_sets(case.kv_bytes))]
         steps = [_attention_step(backend, *each) for each in sets]
         row = time_graph(case.name, steps, case.kv_bytes)
         at_ceiling = {name: case.kv_bytes / speed[name] / 1e3 for name in (READ, COPY)}
@@ -130,10 +153,6 @@ def bench_gpu(
             sums = [cache.k.view(torch.float32).sum for _, cache, _ in sets]
             at_ceiling[AS_MANY] = time_graph(AS_MANY, sums, case.kv_bytes).median_us
         yield against(row, at_ceiling)
-    if not quick:
-        yield from prefill.bench_prefill(backend, speed[MATMUL])
-    yield from moves.bench_moves(backend, quick=quick)
-    yield from host.bench_host(backend)
 
 
 def _without_sharing(backend: Backend, case: DecodeCase) -> float:

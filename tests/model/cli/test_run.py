@@ -339,7 +339,6 @@ def test_triton_without_a_gpu_says_what_is_missing_and_what_to_choose(call, monk
 
 
 def test_triton_in_its_interpreter_gives_generates_tokens(checkpoint, interpreting):
-    pytest.importorskip("triton", reason="triton has wheels for Linux only")
     done = interpreting.run(
         *("-m", "model.run", "--model", checkpoint, "--backend", "triton"),
         *("--prompt", "ab", "--prompt", "b"),

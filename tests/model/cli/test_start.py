@@ -7,18 +7,21 @@ import sys
 
 import pytest
 
-from model.host import importing
+from model.host import importing, uncollected
 
 NOT_ASKED_FOR = {
     "hypothesis", "kvcore.testing", "kvcore.tiers", "kvcore.wire", "model.cluster", "msgspec",
     "nixl", "ray", "zmq",  # tiers, KV events, replicas
-    "bitsandbytes", "compressed_tensors", "datasets", "gguf", "peft", "torchvision",
+    "bitsandbytes", "compressed_tensors", "datasets", "gguf", "pandas", "peft", "sklearn",
+    "torchvision",
     "transformers.pipelines", "transformers.trainer",  # checkpoints of other kinds
     "backends.triton_gpu", "model.compile.few_rows_kernels", "model.forward.invariant_kernels",
     "model.sample.draw_kernels", "torch._inductor.codecache", "torch._inductor.compile_fx",  # GPUs
 }  # fmt: skip
 A_SERVER = {"fastapi", "model.serve", "prometheus_client", "starlette", "uvicorn"}
 WEB_SOCKETS = {"websockets", "wsproto"}
+FOR_A_CPU = {"backends.numba_cpu", "llvmlite", "numba"}
+ENGINE = ("model.cli.start",)  # all that loads a model, and no backend
 RUN = ("model.run", "--prompt", "a", "--max-tokens", "1")
 SERVE = ("model.serve", "--port", "0")
 
@@ -45,8 +48,9 @@ def imported(*flags):
         (RUN, NOT_ASKED_FOR | A_SERVER | WEB_SOCKETS),
         ((*RUN, "--compile"), NOT_ASKED_FOR | A_SERVER | WEB_SOCKETS),
         (SERVE, NOT_ASKED_FOR | WEB_SOCKETS),
+        (ENGINE, NOT_ASKED_FOR | A_SERVER | WEB_SOCKETS | FOR_A_CPU),
     ],
-    ids=["run", "run with a trace", "serve"],
+    ids=["run", "run with a trace", "serve", "an engine"],
 )
 def test_a_start_imports_nothing_that_it_was_not_asked_for(flags, unwanted):
     assert imported(*flags) & unwanted == set()
@@ -67,3 +71,15 @@ def test_packages_are_imported_without_garbage_collection_and_never_collected():
         assert not any(each is made for each in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_garbage_is_collected_again_once_all_threads_that_pause_it_are_done():
+    first, second = uncollected(), uncollected()
+    with first:
+        second.__enter__()
+        assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="a body"), uncollected():
+        raise ValueError("a body")
+    assert gc.isenabled()

@@ -74,13 +74,13 @@ def test_how_clients_are_met_reaches_each_replicas_engine(replica, monkeypatch):
             del announce
             made.append((engine, stream_share, max_waiting))
 
-    core = SimpleNamespace(prepare_grammars=lambda: made.append("grammars"))
-    start = SimpleNamespace(make_engine=lambda *_: core)
+    core = object()
+    start = SimpleNamespace(make_engine=lambda *_, **how: made.append(how) or core)
     monkeypatch.setattr(replica, "import_module", lambda _: start)
     monkeypatch.setattr(replica, "AsyncEngine", Engine)
     monkeypatch.setattr(replica, "create_app", lambda *_, **__: None)
     replica.Replica(parse_args(["--stream-share", "0.3", "--max-waiting", "7"]))
-    assert made == ["grammars", (core, 0.3, 7)]
+    assert made == [{"expects_grammars": True}, (core, 0.3, 7)]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
 
 import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
@@ -51,6 +52,16 @@ def test_pieces_give_what_the_network_gives_for_any_number_of_tokens_and_rows(ar
     for size in sizes:
         assert agree(traced, pieces, inputs(*size))
         pieces.settle()
+
+
+def test_code_is_written_for_each_piece_and_for_what_calls_them_and_for_no_other_graph(monkeypatch):
+    traced, written = trace_network(switched(build("qwen3", 5)), CPU), []
+    write = fx.GraphModule.recompile
+    monkeypatch.setattr(
+        fx.GraphModule, "recompile", lambda module: written.append(module) or write(module)
+    )
+    pieces = compile_piecewise(traced, "eager")
+    assert len(written) == len(pieces.pieces) + 1
 
 
 @pytest.mark.usefixtures("nothing_is_compiled_twice")

@@ -89,7 +89,6 @@ def test_without_it_the_check_has_something_to_find():
 
 
 def test_a_row_is_the_same_among_any_others_in_the_kernels_of_a_gpu(interpreting):
-    pytest.importorskip("triton")
     done = interpreting.run("-m", "tests.model.invariant_check")
     found = 2 * "found what was planted\n" + "a row is the same among any others\n"
     assert done.stdout == found, done.stderr

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from model.errors import ModelNotFoundError, UnsupportedModelError
-from model.load import loader
+from model.load import codec, loader
+from model.load.codec import HuggingFaceCodec
 from model.load.loader import load_model
+from tests.model.conftest import byte_tokenizer
 from tests.model.networks import ByteCodec
 
 CPU = torch.device("cpu")
@@ -145,3 +147,15 @@ def test_in_offline_mode_no_hub_is_asked(monkeypatch):
 def test_a_path_that_is_not_utf_8_is_refused_by_name():
     with pytest.raises(ModelNotFoundError, match=r"that UTF-8 can encode, got 'm.udc80'"):
         load_model("m\udc80", CPU)
+
+
+def test_a_tokenizer_is_described_without_padding_and_is_copied_only_to_remove_it(monkeypatch):
+    padded, plain = byte_tokenizer(), byte_tokenizer()
+    padded.backend_tokenizer.enable_padding(length=64)
+    padded.backend_tokenizer.enable_truncation(2)
+    described = HuggingFaceCodec(plain, "", None).describe()
+    assert HuggingFaceCodec(padded, "", None).describe() == described
+    assert padded.backend_tokenizer.padding["length"] == 64
+    assert padded.backend_tokenizer.truncation["max_length"] == 2
+    monkeypatch.setattr(codec, "copy", None)
+    assert HuggingFaceCodec(plain, "", None).describe() == described

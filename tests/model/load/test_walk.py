@@ -46,8 +46,16 @@ def test_a_class_does_what_the_walk_has_found(name, variant):
     assert walk.outcome(name, variant) == walk.stored()[name, variant]
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """Forked processes begin with the kernels and modules that most classes need."""
+    for name in ("LlamaConfig", "JambaConfig", "DeepseekV3Config"):
+        assert walk.outcome(name, "") == "equal"
+
+
 @SAME_VERSION
 @pytest.mark.walk
+@pytest.mark.usefixtures("loaded")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "variant"), [case for case in cases() if case not in QUICK])
 def test_every_other_class_does_what_the_walk_has_found(name, variant):

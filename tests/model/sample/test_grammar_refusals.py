@@ -190,16 +190,30 @@ def test_a_grammar_that_somebody_has_is_not_compiled_again(monkeypatch):
     assert made.compile(grammar).result() is first
 
 
-def test_what_the_first_grammar_would_wait_for_is_done_before_and_once(monkeypatch):
-    engine, made = make(), []
-    real = grammar_compiler.LLTokenizer
-    monkeypatch.setattr(
-        grammar_compiler, "LLTokenizer", lambda *a, **k: made.append(1) or real(*a, **k)
-    )
+def test_what_the_first_grammar_would_wait_for_is_made_once_on_a_thread_that_may_compile(
+    monkeypatch,
+):
+    engine, made, stacks, goes_on = make(), [], [], threading.Event()
+    real, begun = grammar_compiler.LLTokenizer, threading.Thread.start
+
+    def slow(*args, **more):
+        made.append(threading.current_thread().name)
+        assert goes_on.wait(DEADLINE_S)
+        return real(*args, **more)
+
+    def start(thread):
+        stacks.append(threading.stack_size())
+        begun(thread)
+
+    monkeypatch.setattr(grammar_compiler, "LLTokenizer", slow)
+    monkeypatch.setattr(threading.Thread, "start", start)
     engine.prepare_grammars()
-    assert made == [1]
-    engine.check_grammar(Grammar.choice(["ab"]))
-    assert made == [1]
+    asked = engine.compile_grammar(Grammar.choice(["ab"]))
+    assert not asked.done()
+    goes_on.set()
+    assert asked.result(DEADLINE_S).grammar == Grammar.choice(["ab"])
+    assert [name.partition("_")[0] for name in made] == ["grammar"]
+    assert set(stacks) == {grammar_compiler._STACK_BYTES}
     endless = Engine(
         dataclasses.replace(network(), eos_token_ids=frozenset()), ReferenceBackend(),
         EngineConfig(**SIZES),
