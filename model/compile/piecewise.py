@@ -29,6 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from backends.contract import AttentionTerms
+from kvcore.adapters.recurrent import RecurrentPass
+from model.attention.attention import Attending
 from model.compile.few_rows import (
     FEW_ROWS,
     LEAST_WEIGHT,
@@ -92,6 +95,21 @@ class PiecewiseNetwork(TracedNetwork):
         self._settled_sizes = sizes
         self.limits = (MOST, MOST)
         self._is_alone = is_alone
+        self._is_submitting = False
+
+    def logits(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        rows: Tensor,
+        paged: Attending,
+        states: RecurrentPass | None = None,
+        adapter_slots: Tensor | None = None,
+    ) -> Tensor:
+        """See `TracedNetwork.logits`."""
+        if self._is_submitting:
+            paged = _NoAttention()
+        return super().logits(input_ids, position_ids, rows, paged, states, adapter_slots)
 
     def _choose(self, num_tokens: int, rows: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
         most_tokens, most_rows = self.limits
@@ -119,6 +137,8 @@ class PiecewiseNetwork(TracedNetwork):
     def submit(self, run: Callable[[], object]) -> None:
         """Let other processes compile the pieces, if some wait: else, nothing. A few passes.
 
+        Nothing attends in these passes, since its kernels may not be there yet.
+
         Args:
             run: calls all of them.
         """
@@ -126,7 +146,9 @@ class PiecewiseNetwork(TracedNetwork):
         if processes.can_compile(next(iter(self.module.parameters())).device):
             for piece in self.pieces:
                 piece.processes = processes
+            self._is_submitting = True
             run()
+            self._is_submitting = False
             for piece in self.pieces:
                 piece.processes = None
 
@@ -154,6 +176,28 @@ class PiecewiseNetwork(TracedNetwork):
             if not (got - wanted).norm() <= _NEAR * wanted.norm():
                 return False
         return True
+
+
+class _NoAttention:
+    """Gives what looks like the results of attention."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: AttentionTerms,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """Zeros."""
+        del layer, key, terms, chosen
+        return query.new_zeros((*query.shape[:2], value.shape[2]))
+
+    def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
+        """The first token, each time."""
+        del layer, weights, key
+        return query.new_zeros((len(query), count), dtype=torch.int32)
 
 
 @uncollected()

@@ -59,7 +59,7 @@ def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypat
     traced = trace_network(switched(build("qwen3", 3)), CPU)
     network = compile_piecewise(traced, "inductor")
     given = inputs(8, [0, 3, 7])
-    network.submit(lambda: agree(traced, network, given))
+    network.submit(lambda: network.logits(*given, None))  # attention is not asked
     assert [piece._wait is None for piece in network.pieces] == [False] * 3
     assert agree(traced, network, given)
     started.close()
