@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from backends.contract import AttentionTerms
+import backends
 from kvcore.adapters.recurrent import RecurrentPass
 from model.attention.attention import Attending
 from model.compile.few_rows import (
@@ -187,7 +187,7 @@ class _NoAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        terms: AttentionTerms,
+        terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
         """Zeros."""
