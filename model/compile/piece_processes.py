@@ -111,9 +111,10 @@ def serve_one(prepare: Callable[[], object]) -> None:
     stdin = sys.stdin.buffer
     head = stdin.read(_SIZE.size)
     if len(head) == _SIZE.size:
-        job: Job = pickle.loads(stdin.read(*_SIZE.unpack(head)))  # noqa: S301  # from the caller
+        content = stdin.read(*_SIZE.unpack(head))
         threading.Thread(target=_end_with_caller, daemon=True).start()
         with suppress(Exception):  # the caller meets the error itself
+            job: Job = pickle.loads(content)  # noqa: S301  # from the caller
             job()
     _end_group()
 
@@ -132,15 +133,19 @@ def _end_group() -> None:
 
 def _num_processes() -> int:
     """As many as this process's share of the machine has cores for."""
+    return min(_MOST, _num_cores() // _CORES)
+
+
+def _num_cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return 0
     said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
     neighbours = max(1, int(said)) if said.isdecimal() else 1
-    return min(_MOST, len(os.sched_getaffinity(0)) // neighbours // _CORES)
+    return len(os.sched_getaffinity(0)) // neighbours
 
 
 def _start(count: int) -> "subprocess.Popen[bytes]":
-    threads = str(max(2, len(os.sched_getaffinity(0)) // count))
+    threads = str(max(2, _num_cores() // count))
     given = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ, "PYTHONPATH": _path()}
     return subprocess.Popen(  # noqa: S603  # this very Python
         [sys.executable, "-P", "-c", _COMMAND],  # -P: what lies here is not imported
@@ -189,23 +194,28 @@ class _Number(int):
     """Stands for the node with that number."""
 
 
-def _operations(graph: fx.Graph) -> list[tuple[str, Any, Any, Any]]:
+def _operations(graph: fx.Graph) -> list[tuple[str, Any, str, Any, Any]]:
     numbers = {node: _Number(number) for number, node in enumerate(graph.nodes)}
     return [
-        (node.op, node.target, *fx.map_arg((node.args, node.kwargs), numbers.__getitem__))
+        (
+            node.op,
+            node.target,
+            node.name,
+            *fx.map_arg((node.args, node.kwargs), numbers.__getitem__),
+        )
         for node in graph.nodes
     ]
 
 
-def _module(operations: Sequence[tuple[str, Any, Any, Any]]) -> fx.GraphModule:
+def _module(operations: Sequence[tuple[str, Any, str, Any, Any]]) -> fx.GraphModule:
     graph = fx.Graph()
     nodes: list[fx.Node] = []
 
     def node_of(value: Any) -> Any:  # noqa: ANN401  # arguments of any operator
         return nodes[value] if isinstance(value, _Number) else value
 
-    for op, target, *given in operations:
-        nodes.append(graph.create_node(op, target, *fx.node.map_aggregate(given, node_of)))
+    for op, target, name, *given in operations:
+        nodes.append(graph.create_node(op, target, *fx.node.map_aggregate(given, node_of), name))
     return fx.GraphModule(nn.Module(), graph)
 
 

@@ -94,10 +94,11 @@ class Piece(nn.Module):
 
     def _submit(self, inputs: Sequence[Tensor], processes: PieceProcesses) -> None:
         if self._wait is None and self._backend == "inductor":
-            path = _path(self._module, inputs, self._sized)
-            if not path.exists():
-                job = partial(_store, path, self._module, inputs, self._sized)
-                self._wait = processes.submit(job)
+            with suppress(OSError):  # a folder that may not be read
+                path = _path(self._module, inputs, self._sized)
+                if not path.exists():
+                    job = partial(_store, path, self._module, inputs, self._sized)
+                    self._wait = processes.submit(job)
 
     def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         is_kept = self._backend == "inductor"
@@ -157,6 +158,8 @@ def _store(
     """Compile a piece and write its file."""
     if inputs[0].device.type == "cuda":
         torch.cuda.set_device(inputs[0].device)
+    if path != _path(module, inputs, sized):
+        raise ValueError("wanted the settings of the caller, which are part of the name")
     content, limits = _saved(module, inputs, sized)
     write_file(path, _HEAD.pack(*limits) + content)
 

@@ -47,6 +47,7 @@ class RepeatedLayers:
         for parent in network.modules():
             if isinstance(parent, nn.ModuleList):
                 self._layers += [child for child in parent if len(_indices(child)) == 1]
+        self._layers = [*dict.fromkeys(self._layers)]  # one may be there twice
         self._looks = [_look(layer) for layer in self._layers]
         self._calls: dict[int, Any] = {}  # of the first layer of a kind
         self._firsts: dict[int, int] = {}  # of each further one the first

@@ -295,7 +295,8 @@ class PagedNetwork:
         self._traced = {**self._traced, adapted: pieces}
         with warnings.catch_warnings(action="ignore"):  # of the compiler
             steps = (step, few) if pieces.has_few_row_pieces else (step,)
-            pieces.submit(lambda: [self.logits(each) for each in steps])
+            if self._is_whole:  # each rank decides alone, and further passes have collectives
+                pieces.submit(lambda: [self.logits(each) for each in steps])
             logits, *_ = [self.logits(each) for each in steps]
         pieces.settle()
         return logits

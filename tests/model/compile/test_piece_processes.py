@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor
 from torch import fx, nn
 
 from model.compile import piece_processes, pieces, piecewise
@@ -164,3 +165,48 @@ def test_they_start_once(processes):
     os.killpg(pids[0], signal.SIGKILL)
     processes.close()
     assert not any(map(is_alive, pids))
+
+
+def test_a_folder_that_may_not_be_read_costs_time_alone(processes, monkeypatch):
+    def exists(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    piece = pieces.Piece(module(), SIZED, "inductor")
+    piece.processes = processes
+    x = torch.ones(4, 16)
+    assert all(map(torch.equal, piece(x, WEIGHT), module()(x, WEIGHT)))
+
+
+def test_their_threads_are_this_share_of_the_machine(monkeypatch):
+    seen = []
+
+    def start(*_, env, **__):
+        seen.append(int(env["TORCHINDUCTOR_COMPILE_THREADS"]))
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(128))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert PieceProcesses().start()
+    assert sum(seen) <= 128 // 8
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_what_another_process_compiles_under_other_settings_is_not_stored(
+    processes, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
+    processes.start()
+    piece, given = pieces.Piece(module(), SIZED, "inductor"), (torch.ones(4, 16), WEIGHT)
+    piece.processes = processes
+    with torch._inductor.config.patch(deterministic=True):
+        piece(*given)
+    piece._wait()
+    assert not pieces.has_stored_pieces()
+    piece = pieces.Piece(module(), SIZED, "inductor")
+    piece.processes = processes
+    piece(*given)
+    piece._wait()
+    assert pieces.has_stored_pieces()

@@ -115,3 +115,10 @@ def test_what_fails_leaves_the_network_as_it_was(marks):
     with pytest.raises(ZeroDivisionError), layers.marked():
         raise ZeroDivisionError
     assert [vars(layer).get("forward") for layer in network.model.layers] == [None, own, None, None]
+
+
+def test_a_layer_that_is_there_twice_leaves_the_network_as_it_was():
+    network = network_of("qwen3", 5)
+    network.model.layers[1] = network.model.layers[0]
+    trace_network(network, CPU)
+    assert all("forward" not in vars(layer) for layer in network.model.layers)
