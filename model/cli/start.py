@@ -11,7 +11,8 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -20,6 +21,7 @@ import backends
 import kvcore
 from model.cli.options import ModelOptions
 from model.cli.signals import stopping
+from model.compile.piece_processes import piece_processes
 from model.compile.piecewise import start_compiler
 from model.control.config import EngineConfig
 from model.engine import Engine, TwinEngine, engine_of
@@ -97,7 +99,8 @@ def start(
     with nullcontext() if ranks is None else ranks.detecting_loss(or_fail=True):
         backend = backends.get_backend(backend_name)
         if config is not None and compiles(config, backend.device):
-            Host().start_thread("compiler", start_compiler)
+            in_pieces = (num_ranks or 1) == 1 and _in_pieces(config)
+            Host().start_thread("compiler", partial(start_compiler, in_pieces=in_pieces))
         if dtype_name == "auto":
             is_half = backend.device.type == "cuda" and not is_exact
             dtype_name = "bfloat16" if is_half else "float32"
@@ -148,7 +151,8 @@ def make_engine(
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
-    with input_errors():
+    with input_errors(), ExitStack() as failed:
+        failed.callback(piece_processes().close)
         model, backend = start(
             options.path,
             options.backend,
@@ -165,6 +169,7 @@ def make_engine(
             engine.prepare_grammars()
         tell(engine.describe_memory())
         tell(f"network: {warm_up(engine)}")
+        failed.pop_all()
         return engine
 
 
@@ -180,6 +185,15 @@ def follow(options: ModelOptions, config: EngineConfig) -> int:
         with stopping():  # a signal reaches the one that serves too, which says when it is over
             engine.follow()
     return 0
+
+
+def _in_pieces(config: EngineConfig) -> bool:
+    """Whether processes may compile a piece each of a network that is whole.
+
+    They have memory of the GPU, until what is free is measured, and know PyTorch's operators alone.
+    """
+    is_measured = config.num_blocks is None and config.kv_memory_bytes is None
+    return is_measured and not config.batch_invariant
 
 
 def _choose_threads(model: LoadedModel) -> None:

@@ -36,6 +36,8 @@ _COMMAND = "from model.compile.pieces import serve; serve()"
 _MOST = 5  # as many different pieces as a network of one kind of layer has
 _CORES = 3  # of each: for itself, and for processes of PyTorch's own
 _GPU_BYTES = 3 << 30  # of each: a context, and the arrays on which kernels are timed
+_MOST_THREADS = 32  # of all together, as PyTorch's own compiler has
+_LOOK_S = 0.5  # how often a process looks whether its caller is there
 _PATIENCE_S = 120.0  # how long a piece may take
 _SIZE = struct.Struct(">Q")
 _PIPE = 60_000  # bytes that a pipe takes before they are read
@@ -53,14 +55,18 @@ class PieceProcesses:
         self._lock = threading.Lock()
         self._is_over = False
 
-    def start(self) -> bool:
-        """Start them, once, if this machine has cores for them; whether there are some. O(1)."""
+    @property
+    def are_running(self) -> bool:
+        """Whether there are some. O(1)."""
+        return bool(self._all)
+
+    def start(self) -> None:
+        """Start them, once, if this machine has cores for them. O(1)."""
         with self._lock, suppress(OSError):
             count = 0 if self._is_over or self._all else _num_processes()
             for _ in range(count):
                 self._all.append(_start(count))
                 self._waiting.append(self._all[-1])
-        return bool(self._all)
 
     def can_compile(self, device: torch.device) -> bool:
         """Whether one waits for a piece, and the device has memory for all of them. O(1)."""
@@ -89,7 +95,8 @@ class PieceProcesses:
             self._is_over = True
             ended, self._all, self._waiting = self._all, [], []
         for process in ended:
-            _kill(process)
+            if process.returncode is None:  # else its number may be another's
+                _kill(process)
         for process in ended:
             with suppress(OSError), process:  # waits, and closes the pipe
                 pass
@@ -106,23 +113,23 @@ def piece_processes() -> PieceProcesses:
 
 def serve_one(prepare: Callable[[], object]) -> None:
     """Be such a process: prepare for any piece, do the job that comes, and end. Never returns."""
+    threading.Thread(target=_end_with_caller, args=(os.getppid(),), daemon=True).start()
     with suppress(Exception):
         prepare()
     stdin = sys.stdin.buffer
     head = stdin.read(_SIZE.size)
     if len(head) == _SIZE.size:
         content = stdin.read(*_SIZE.unpack(head))
-        threading.Thread(target=_end_with_caller, daemon=True).start()
         with suppress(Exception):  # the caller meets the error itself
             job: Job = pickle.loads(content)  # noqa: S301  # from the caller
             job()
     _end_group()
 
 
-def _end_with_caller() -> None:
-    """End when the caller closes its pipe or has ended."""
-    while os.read(0, 1):
-        pass
+def _end_with_caller(caller: int) -> None:
+    """End when the caller has ended."""
+    while os.getppid() == caller:
+        time.sleep(_LOOK_S)
     _end_group()
 
 
@@ -145,7 +152,7 @@ def _num_cores() -> int:
 
 
 def _start(count: int) -> "subprocess.Popen[bytes]":
-    threads = str(max(2, _num_cores() // count))
+    threads = str(max(2, min(_MOST_THREADS, _num_cores()) // count))
     given = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ, "PYTHONPATH": _path()}
     return subprocess.Popen(  # noqa: S603  # this very Python
         [sys.executable, "-P", "-c", _COMMAND],  # -P: what lies here is not imported
@@ -215,7 +222,8 @@ def _module(operations: Sequence[tuple[str, Any, str, Any, Any]]) -> fx.GraphMod
         return nodes[value] if isinstance(value, _Number) else value
 
     for op, target, name, *given in operations:
-        nodes.append(graph.create_node(op, target, *fx.node.map_aggregate(given, node_of), name))
+        args, kwargs = fx.node.map_aggregate(tuple(given), node_of)
+        nodes.append(graph.create_node(op, target, args, kwargs, name))
     return fx.GraphModule(nn.Module(), graph)
 
 

@@ -123,6 +123,13 @@ def has_stored_pieces() -> bool:
     return False
 
 
+def can_store_pieces() -> bool:
+    """Whether the folder can be written; if not, what others compile is not found. O(1)."""
+    with suppress(OSError):
+        _folder().mkdir(parents=True, exist_ok=True)
+    return os.access(_folder(), os.W_OK | os.X_OK)
+
+
 def start_processes() -> None:
     """Start the processes that PyTorch compiles in, each of which loads PyTorch; once. O(1)."""
     import_module("torch._inductor.async_compile").maybe_warm_pool()

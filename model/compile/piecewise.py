@@ -41,19 +41,25 @@ from model.compile.few_rows import (
     fuse_few_rows,
 )
 from model.compile.piece_processes import piece_processes
-from model.compile.pieces import MOST, Piece, has_stored_pieces, start_processes
+from model.compile.pieces import MOST, Piece, can_store_pieces, has_stored_pieces, start_processes
 from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
 from model.host import uncollected
 
 
-def start_compiler() -> None:
+def start_compiler(*, in_pieces: bool = False) -> None:
     """Load PyTorch's compiler and, if no piece is stored, start processes. A second, once.
 
     Stored pieces need the compiler's modules, but no process.
+
+    Args:
+        in_pieces: whether processes may compile a piece each (`piece_processes`).
     """
-    if not has_stored_pieces() and not piece_processes().start():
-        start_processes()
+    if not has_stored_pieces():
+        if in_pieces and can_store_pieces():
+            piece_processes().start()
+        if not piece_processes().are_running:
+            start_processes()
     import_module("torch._inductor.compile_fx")
 
 
@@ -147,8 +153,10 @@ class PiecewiseNetwork(TracedNetwork):
             for piece in self.pieces:
                 piece.processes = processes
             self._is_submitting = True
-            run()
-            self._is_submitting = False
+            try:
+                run()
+            finally:
+                self._is_submitting = False
             for piece in self.pieces:
                 piece.processes = None
 

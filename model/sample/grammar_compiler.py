@@ -14,6 +14,7 @@ Does not know: requests, steps, logits.
 """
 
 import json
+import logging
 import subprocess  # the program is ours
 import sys
 import threading
@@ -33,6 +34,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from model.control.grammar import ANY_OBJECT, Grammar, spaced
 from model.errors import GrammarError, InvalidSettingError, UnsupportedModelError
+
+_log = logging.getLogger(__name__)
 
 _MOST_COMPILED = 256
 _MOST_SPENT_S = 4.0
@@ -104,9 +107,9 @@ class GrammarCompiler:
 
         That takes a second for 150,000 tokens, and old versions of the library hold the GIL
         meanwhile, so a server does it while it prepares the engine. Where grammars are unsupported,
-        a request with one is told.
+        a request with one is told; any other error is logged too.
         """
-        self._submit(self._known_tokens)
+        self._submit(self._known_tokens).add_done_callback(_log_failure)
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).
@@ -255,6 +258,12 @@ class GrammarCompiler:
                     raise UnsupportedModelError("grammar: this model has no token that ends a text")
                 self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
             return self._tokenizer
+
+
+def _log_failure(work: Future[LLTokenizer]) -> None:
+    error = None if work.cancelled() else work.exception()
+    if error is not None and not isinstance(error, UnsupportedModelError):
+        _log.error("grammars: the tokenizer could not be made", exc_info=error)
 
 
 def _settle(asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:

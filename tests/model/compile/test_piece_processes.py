@@ -14,10 +14,14 @@ import torch
 import torch._inductor
 from torch import fx, nn
 
+from model.cli import start as cli_start
+from model.cli.options import ModelOptions
 from model.compile import piece_processes, pieces, piecewise
 from model.compile.piece_processes import PieceProcesses, _Pickler
 from model.compile.piecewise import compile_piecewise
 from model.compile.traced_network import trace_network
+from model.control.config import EngineConfig
+from model.errors import ModelNotFoundError
 from tests.model.compile.test_pieces import SIZED, WEIGHT, module, needs_compiler
 from tests.model.compile.test_piecewise import agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
@@ -56,7 +60,7 @@ def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypat
     monkeypatch.setattr(torch, "compile", None)
     started = PieceProcesses()
     monkeypatch.setattr(piecewise, "piece_processes", lambda: started)
-    piecewise.start_compiler()
+    piecewise.start_compiler(in_pieces=True)
     traced = trace_network(switched(build("qwen3", 3)), CPU)
     network = compile_piecewise(traced, "inductor")
     given = inputs(8, [0, 3, 7])
@@ -72,7 +76,8 @@ def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypat
 def test_a_process_that_fails_or_hangs_is_not_waited_for(processes, monkeypatch, command):
     monkeypatch.setattr(piece_processes, "_COMMAND", command)
     monkeypatch.setattr(piece_processes, "_PATIENCE_S", 0.1 if "sleep" in command else 60)
-    assert processes.start()
+    processes.start()
+    assert processes.are_running
     first, _ = processes._all
     wait = processes.submit(partial(print, "a job"))
     if wait is not None:  # it may have ended before it was asked
@@ -125,7 +130,8 @@ def test_none_outlives_its_caller_or_leaves_a_process(processes, tmp_path):
     processes.close()
     wait()
     assert all(map(ends, [*mine, int((tmp_path / "pid").read_text())]))
-    assert not processes.start()
+    processes.start()
+    assert not processes.are_running
 
 
 def test_a_graph_arrives_as_it_was(tmp_path):
@@ -158,9 +164,11 @@ def test_there_are_as_many_as_this_share_of_the_machine_feeds(monkeypatch, cores
 
 
 def test_they_start_once(processes):
-    assert processes.start()
+    processes.start()
+    assert processes.are_running
     pids = [each.pid for each in processes._all]
-    assert processes.start()
+    processes.start()
+    assert processes.are_running
     assert [each.pid for each in processes._all] == pids
     os.killpg(pids[0], signal.SIGKILL)
     processes.close()
@@ -188,8 +196,8 @@ def test_their_threads_are_this_share_of_the_machine(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert PieceProcesses().start()
-    assert sum(seen) <= 128 // 8
+    PieceProcesses().start()
+    assert 0 < sum(seen) <= 128 // 8
 
 
 @needs_compiler
@@ -210,3 +218,27 @@ def test_what_another_process_compiles_under_other_settings_is_not_stored(
     piece(*given)
     piece._wait()
     assert pieces.has_stored_pieces()
+
+
+def test_a_start_that_fails_ends_them(processes, monkeypatch):
+    monkeypatch.setattr(cli_start, "piece_processes", lambda: processes)
+    processes.start()
+    (first, *_), options = processes._all, ModelOptions(backend="numba")
+    cli_start.make_engine(options, EngineConfig(num_blocks=8))
+    assert processes.are_running
+
+    def fails(*_):
+        raise ModelNotFoundError("wanted a model")
+
+    with pytest.raises(ModelNotFoundError):
+        cli_start.make_engine(options, EngineConfig(num_blocks=8), load=fails)
+    assert not processes.are_running
+    assert ends(first.pid)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_blocks": 8}, {"kv_memory_bytes": 1 << 20}, {"batch_invariant": True}]
+)
+def test_they_are_started_only_where_they_help(settings):
+    assert cli_start._in_pieces(EngineConfig())
+    assert not cli_start._in_pieces(EngineConfig(**settings))

@@ -104,21 +104,29 @@ def test_a_second_start_reads_no_source_of_pytorch_and_starts_no_process(folder,
 
 
 def test_the_compiler_starts_its_processes_where_no_piece_is_stored(folder, monkeypatch):
-    started, others = [], SimpleNamespace(start=lambda: False)
+    started, tried = [], []
+    others = SimpleNamespace(start=lambda: tried.append(0), are_running=False)
     monkeypatch.setattr(piecewise, "start_processes", lambda: started.append(0))
     monkeypatch.setattr(piecewise, "piece_processes", lambda: others)
     piecewise.start_compiler()
+    assert not tried
     assert len(started) == 1
-    others.start = lambda: True  # each of which has its own
-    piecewise.start_compiler()
-    assert len(started) == 1
-    others.start = lambda: False
-    folder.mkdir(parents=True)
-    piecewise.start_compiler()
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces.os, "access", lambda *_: False)  # nothing can be stored
+        piecewise.start_compiler(in_pieces=True)
+    assert not tried
     assert len(started) == 2
+    others.are_running = True  # each of which has its own
+    piecewise.start_compiler(in_pieces=True)
+    assert len(tried) == 1
+    assert len(started) == 2
+    others.are_running = False
+    piecewise.start_compiler()
+    assert len(started) == 3
     (folder / "a piece").touch()
-    piecewise.start_compiler()
-    assert len(started) == 2
+    piecewise.start_compiler(in_pieces=True)
+    assert len(tried) == 1
+    assert len(started) == 3
 
 
 def test_what_code_depends_on_changes_its_name(folder, tmp_path, monkeypatch):
