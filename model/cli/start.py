@@ -188,9 +188,10 @@ def follow(options: ModelOptions, config: EngineConfig) -> int:
 
 
 def _in_pieces(config: EngineConfig) -> bool:
-    """Whether processes may compile a piece each of a network that is whole.
+    """Whether the pieces of a network that is not split over ranks may be compiled in parallel.
 
-    They have memory of the GPU, until what is free is measured, and know PyTorch's operators alone.
+    The processes that do so hold GPU memory, so they must end before free memory is measured, and
+    they know only PyTorch's own operators.
     """
     is_measured = config.num_blocks is None and config.kv_memory_bytes is None
     return is_measured and not config.batch_invariant

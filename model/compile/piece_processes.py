@@ -1,11 +1,11 @@
-"""Pieces compiled side by side, in processes of their own.
+"""Pieces compiled in parallel, each in a process of its own.
 
-PyTorch's compiler is a program in Python, so one process compiles one piece after another. Where
-none is stored, further processes are started while weights are loaded: each loads the compiler,
-compiles one piece, leaves it on disk, where its caller reads it, and ends.
+PyTorch's compiler is written in Python, so one process compiles one piece after another. If no
+piece is stored, processes are started while the weights load. Each loads the compiler, compiles one
+piece, stores it on disk, where the caller reads it, and ends.
 
-Decides: how many processes there are, and how a piece reaches one: as its operations and the looks
-of its inputs.
+Decides: how many processes there are, and what is sent to one: the operations of a piece, with the
+shapes, strides and dtypes of its inputs.
 
 Invariants: a process that fails, hangs or is missing costs time and nothing else; none outlives its
 caller, or has memory of the GPU after `close`.

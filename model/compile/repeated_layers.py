@@ -1,8 +1,8 @@
 """Layers that equal an earlier one but for their weights: traced once, copied in the graph.
 
 Tracing takes a fifth of a second per layer, most of it in PyTorch's Python for each operation. So
-while a network is traced, the first layer of a kind runs between two marks in the trace, and each
-further one is a mark itself, which becomes a copy of what is between the two.
+only the first layer of each kind is traced, between two marks in the graph. Every other layer of
+that kind leaves one mark, which is then replaced by a copy of what lies between those two.
 
 Decides: which layers are of one kind: all attributes of their modules are the same, except
 `layer_idx`, and so are the looks of their tensors and all arguments of their calls.

@@ -106,8 +106,8 @@ class GrammarCompiler:
         """Begin to make the library's tokenizer, on another thread. O(1).
 
         That takes a second for 150,000 tokens, and old versions of the library hold the GIL
-        meanwhile, so a server does it while it prepares the engine. Where grammars are unsupported,
-        a request with one is told; any other error is logged too.
+        meanwhile, so a server does it while it prepares the engine. If grammars are unsupported, a
+        request that has one gets the error; any other error is also logged.
         """
         self._submit(self._known_tokens).add_done_callback(_log_failure)
 

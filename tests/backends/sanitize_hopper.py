@@ -13,10 +13,10 @@ each case alone. All have to be of one of three kinds, and all are a read after 
   is written there: the number of a part, or the one that ends the program.
 - What a part is given. The first four warps leave it at fixed addresses, before the same barrier.
   A hazard passes if its address is one of those, one of these warps wrote it, and another read it.
-- What one group of four warps leaves for the other, which waits until it is told: of latents, the
-  second its sums for the first; of wide latents, the first its factors for the second. A hazard
-  passes if it was written by the one, in a function that leaves this, and read by the other, in the
-  function that waits.
+- What one group of four warps stores for the other, which waits for a barrier before it reads. With
+  latents, the second group stores its sums for the first; with wide latents, the first group stores
+  its factors for the second. A hazard passes if the right group wrote it, in a function that stores
+  this, and the other group read it, in the function that waits.
 
 Three small kernels stand beside them. One has parts that wait for a barrier and share nothing else:
 it gets the first reports, so that nothing of ours is needed for them. One hands numbers over as the
