@@ -456,6 +456,10 @@ class Backend(Protocol):
         """
         ...
 
+    def expect_warmup(self) -> None:
+        """Start what a `warmup` to come will need, if that takes long. Need not be called. O(1)."""
+        ...
+
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """Compile what calls of these layers need, so that none of them waits for a compiler.
 

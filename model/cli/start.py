@@ -98,6 +98,8 @@ def start(
         ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
     with nullcontext() if ranks is None else ranks.detecting_loss(or_fail=True):
         backend = backends.get_backend(backend_name)
+        if config is not None:
+            backend.expect_warmup()
         if config is not None and compiles(config, backend.device):
             in_pieces = (num_ranks or 1) == 1 and _in_pieces(config)
             Host().start_thread("compiler", partial(start_compiler, in_pieces=in_pieces))

@@ -219,8 +219,9 @@ def _digest(
     for tensor, dims in zip(inputs, sized, strict=True):
         shape, stride = [*tensor.shape], [*tensor.stride()]
         looks.append((shape, stride, tensor.dtype, str(tensor.device), dims))
-    config = import_module("torch._inductor").config.get_hash()
-    facts = (module.code, looks, str(capability), config, _compilers(), _OPTIONS)
+    config = import_module("torch._inductor").config  # without what does not change the code
+    settings = sorted(config.save_config_portable(ignore_private_configs=False).items())
+    facts = (module.code, looks, str(capability), settings, _compilers(), _OPTIONS)
     own = Path(__file__).read_bytes()
     return hashlib.sha256(repr(facts).encode() + own).hexdigest()
 

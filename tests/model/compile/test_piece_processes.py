@@ -55,6 +55,7 @@ def ends(pid):
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(piece_processes, "_num_cores", lambda: 21)  # so 7 threads each
     monkeypatch.setattr(piece_processes, "_num_processes", lambda: 3)
     monkeypatch.setattr(pieces, "_compile", None)
     monkeypatch.setattr(torch, "compile", None)
