@@ -456,16 +456,15 @@ class Backend(Protocol):
         """
         ...
 
-    def expect_warmup(self) -> None:
-        """Start what a `warmup` to come will need, if that takes long. Need not be called. O(1)."""
-        ...
-
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """Compile what calls of these layers need, so that none of them waits for a compiler.
 
         For batches of up to `max_num_seqs` sequences of up to `max_query_len` query tokens, in
         tensors aligned to 16 bytes. Takes seconds to minutes, less where compiled kernels are found
         on disk. Leaves every byte of the caches as it is.
+
+        Layers need not be known: without any, a backend may start, beside other work, what a call
+        with layers will need. O(1).
         """
         ...
 

@@ -151,9 +151,6 @@ class NumbaBackend:
         """See `SparseBackend.attend_chosen`."""
         return attend_chosen(self, query, cache, batch, chosen, terms, out)
 
-    def expect_warmup(self) -> None:
-        """See `Backend.expect_warmup`: nothing is compiled in other processes."""
-
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""
         _ = max_num_seqs, max_query_len  # no kernel here depends on a size

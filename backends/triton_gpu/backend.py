@@ -7,7 +7,6 @@ from torch import Tensor
 
 from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, PagedBatch
 from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch
-from backends.triton_gpu import ahead
 from backends.triton_gpu.copy_blocks import copy_blocks
 from backends.triton_gpu.decode import cascade
 from backends.triton_gpu.paged_attention import paged_attention
@@ -143,11 +142,6 @@ class TritonBackend:
     ) -> Tensor:
         """See `SparseBackend.attend_chosen`."""
         return attend_chosen(self, self._place, query, cache, batch, chosen, terms, out)
-
-    def expect_warmup(self) -> None:
-        """See `Backend.expect_warmup`."""
-        if self._place.launches:
-            ahead.expect()
 
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""

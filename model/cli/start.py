@@ -99,7 +99,7 @@ def start(
     with nullcontext() if ranks is None else ranks.detecting_loss(or_fail=True):
         backend = backends.get_backend(backend_name)
         if config is not None:
-            backend.expect_warmup()
+            backend.warmup((), max_num_seqs=1, max_query_len=1)  # begins what the layers need
         if config is not None and compiles(config, backend.device):
             in_pieces = (num_ranks or 1) == 1 and _in_pieces(config)
             Host().start_thread("compiler", partial(start_compiler, in_pieces=in_pieces))

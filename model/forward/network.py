@@ -317,7 +317,8 @@ class PagedNetwork:
             max_num_seqs: the most sequences of a step.
             max_query_len: the most query tokens of a sequence.
         """
-        self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
+        if calls:
+            self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
 
     def warm_up_draws(self) -> None:
         """Compile the kernels of all draws: a few seconds at most."""

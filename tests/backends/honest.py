@@ -53,9 +53,6 @@ class HonestBackend:
         values = cache.float()
         return values if scale is None else values * self.per_head(scale, cache.shape[2])
 
-    def expect_warmup(self) -> None:
-        """Nothing here is compiled."""
-
     def warmup(self, layers, *, max_num_seqs, max_query_len) -> None:
         """Nothing here is compiled."""
 

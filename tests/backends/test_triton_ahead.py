@@ -163,8 +163,9 @@ def test_without_any_kernel_on_disk_a_helper_starts_at_once(exists, tmp_path, he
 def expected(tmp_path, monkeypatch):
     """A helper that waits for a warm-up, without kernels on disk."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "kernels"))
-    ahead.expect()
-    ahead.expect()
+    for interpreting in (True, False, False):
+        where = place.Place(interpreting=interpreting)
+        backend.TritonBackend(where).warmup((), max_num_seqs=1, max_query_len=1)
     [helper] = ahead._expecting
     yield helper
     ahead._expecting.clear()
