@@ -21,7 +21,7 @@ import backends
 import kvcore
 from model.cli.options import ModelOptions
 from model.cli.signals import stopping
-from model.compile.piece_processes import piece_processes
+from model.compile.compile_processes import compile_processes
 from model.compile.piecewise import start_compiler
 from model.control.config import EngineConfig
 from model.engine import Engine, TwinEngine, engine_of
@@ -154,7 +154,7 @@ def make_engine(
         ModelError: there is no such model, or it does not run here.
     """
     with input_errors(), ExitStack() as failed:
-        failed.callback(piece_processes().close)
+        failed.callback(compile_processes().close)
         model, backend = start(
             options.path,
             options.backend,

@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from model.compile.piece_processes import PieceProcesses, serve_one
+from model.compile.compile_processes import CompileProcesses, serve_one
 from model.compile.stored_files import cache_dir, read_file, write_file
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Piece(nn.Module):
         self._marks = False
         self._run: Callable[..., Sequence[Tensor]] | None = None
         self._wait: Callable[[], None] | None = None
-        self.processes: PieceProcesses | None = None
+        self.processes: CompileProcesses | None = None
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Compute the piece; the first call compiles it. O(1) beside it."""
@@ -92,13 +92,13 @@ class Piece(nn.Module):
         """Stop marking dimensions: all compilation is done."""
         self._marks = False
 
-    def _submit(self, inputs: Sequence[Tensor], processes: PieceProcesses) -> None:
+    def _submit(self, inputs: Sequence[Tensor], processes: CompileProcesses) -> None:
         if self._wait is None and self._backend == "inductor":
             with suppress(OSError):  # a folder that may not be read
                 path = _path(self._module, inputs, self._sized)
                 if not path.exists():
                     job = partial(_store, path, self._module, inputs, self._sized)
-                    self._wait = processes.submit(job)
+                    self._wait = processes.submit(job, inputs[0].device)
 
     def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         is_kept = self._backend == "inductor"
@@ -163,8 +163,6 @@ def _store(
     path: Path, module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
 ) -> None:
     """Compile a piece and write its file."""
-    if inputs[0].device.type == "cuda":
-        torch.cuda.set_device(inputs[0].device)
     if path != _path(module, inputs, sized):
         raise ValueError("wanted the settings of the caller, which are part of the name")
     content, limits = _saved(module, inputs, sized)
@@ -183,7 +181,7 @@ def _saved(
 
 
 def serve() -> None:
-    """Be a process that compiles one piece; see `piece_processes.py`. Never returns."""
+    """Be a process that compiles something; see `compile_processes.py`. Never returns."""
     serve_one(_prepare)
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
 from model.caches.layout import IndexShape, plan_layout
+from model.compile.compile_processes import compile_processes
 from model.compile.few_rows import kernels_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
@@ -321,9 +323,15 @@ class PagedNetwork:
             self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
 
     def warm_up_draws(self) -> None:
-        """Compile the kernels of all draws: a few seconds at most."""
+        """Compile the kernels of all draws, if possible in another process: some seconds."""
         passes = passes_for(self.device.type)
-        passes.warm_up(self.vocab_size, self._network.dtype, self.device)
+        warm_up = partial(passes.warm_up, self.vocab_size, self._network.dtype, self.device)
+        processes = compile_processes()
+        if self.device.type == "cuda" and processes.can_compile(self.device):
+            wait = processes.submit(warm_up, self.device)
+            if wait is not None:
+                wait()
+        warm_up()
 
     def layer_calls(self) -> tuple[backends.LayerCall, ...]:
         """How the layers call the backend, each kind once. One forward pass of a few tokens.

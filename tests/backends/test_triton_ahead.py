@@ -325,12 +325,16 @@ ahead._Compilers.__enter__ = begun  # so that the caller waits for the others at
 found = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
 backend = backends.get_backend("triton")
+assert triton.runtime.driver.active.utils
+built = []
+build = triton.runtime.build._build
+triton.runtime.build._build = lambda *it, **them: built.append(it[0]) or build(*it, **them)
 k = torch.empty(100, 16, 8, 128, dtype=torch.bfloat16, device=backend.device)
 cache = backends.KVCache(k, torch.empty_like(k))
 layer = backends.LayerCall(16, k.dtype, cache, backends.AttentionTerms(0.1), shared_prefix=True)
 backend.warmup([layer], max_num_seqs=64, max_query_len=512)
 torch.cuda.synchronize()
-print(len(found), found.count(False))
+print(len(found), found.count(False), len(built))
 """
 
 
@@ -341,6 +345,6 @@ def test_what_other_processes_compile_is_found_by_launches_on_a_gpu(tmp_path):
     command = [sys.executable, "-c", WARM_UP]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    count, compiled = map(int, done.stdout.split())
+    count, *compiled = map(int, done.stdout.split())
     assert count > 20
-    assert compiled == 0
+    assert compiled == [0, 0]  # neither a kernel nor what launches it

@@ -107,7 +107,7 @@ def test_the_compiler_starts_its_processes_where_no_piece_is_stored(folder, monk
     started, tried = [], []
     others = SimpleNamespace(start=lambda: tried.append(0), are_running=False)
     monkeypatch.setattr(piecewise, "start_processes", lambda: started.append(0))
-    monkeypatch.setattr(piecewise, "piece_processes", lambda: others)
+    monkeypatch.setattr(piecewise, "compile_processes", lambda: others)
     piecewise.start_compiler()
     assert not tried
     assert len(started) == 1

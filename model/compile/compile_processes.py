@@ -1,16 +1,16 @@
-"""Pieces compiled in parallel, each in a process of its own.
+"""Processes that compile beside the one that starts: each a piece of a network, or some kernels.
 
-PyTorch's compiler is written in Python, so one process compiles one piece after another. If no
-piece is stored, processes are started while the weights load. Each loads the compiler, compiles one
-piece, stores it on disk, where the caller reads it, and ends.
+PyTorch's compiler and most of Triton's are Python, so one process compiles one thing after another.
+If no piece is stored, processes are started while the weights load. Each loads the compilers,
+does one job, whose result it stores on disk, where the caller finds it, and ends.
 
-Decides: how many processes there are, and what is sent to one: the operations of a piece, with the
-shapes, strides and dtypes of its inputs.
+Decides: how many processes there are, and what is sent to one: the operations of a piece, or a
+function, with the shapes, strides and dtypes of tensors.
 
 Invariants: a process that fails, hangs or is missing costs time and nothing else; none outlives its
 caller, or has memory of the GPU after `close`.
 
-Does not know: what a piece computes, how it is compiled, which file it is kept in.
+Does not know: what a job compiles, and how, which file it is kept in.
 """
 
 import io
@@ -33,8 +33,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 _COMMAND = "from model.compile.pieces import serve; serve()"
-_MOST = 5  # as many different pieces as a network of one kind of layer has
-_CORES = 3  # of each: for itself, and for processes of PyTorch's own
+_MOST = 8  # a network of one kind of layer has 5 different pieces; draws, and steps of few tokens
+_CORES = 2  # of each: for itself, and for processes of PyTorch's own
 _GPU_BYTES = 3 << 30  # of each: a context, and the arrays on which kernels are timed
 _MOST_THREADS = 32  # of all together, as PyTorch's own compiler has
 _LOOK_S = 0.5  # how often a process looks whether its caller is there
@@ -43,11 +43,17 @@ _SIZE = struct.Struct(">Q")
 _PIPE = 60_000  # bytes that a pipe takes before they are read
 
 Job = Callable[[], object]
-"""Compiles a piece and stores it; for another process to find by its name."""
+"""Compiles something and stores it; for another process to find by its name."""
 
 
-class PieceProcesses:
-    """Processes that wait for a piece each; see `piece_processes`."""
+def do_all(jobs: Sequence[Job]) -> None:
+    """Do one job after another. O(jobs)."""
+    for job in jobs:
+        job()
+
+
+class CompileProcesses:
+    """Processes that wait for a job each; see `compile_processes`."""
 
     def __init__(self) -> None:
         self._waiting: list[subprocess.Popen[bytes]] = []
@@ -69,17 +75,22 @@ class PieceProcesses:
                 self._waiting.append(self._all[-1])
 
     def can_compile(self, device: torch.device) -> bool:
-        """Whether one waits for a piece, and the device has memory for all of them. O(1)."""
+        """Whether one waits for a job, and the device has memory for all of them. O(1)."""
         if not self._waiting or device.type != "cuda":
             return bool(self._waiting)
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return bool(free_bytes > len(self._all) * _GPU_BYTES)
 
-    def submit(self, job: Job) -> Callable[[], None] | None:
-        """Let one do a job; returns what waits for that, or None: none can. O(job)."""
+    def submit(self, job: Job, device: torch.device) -> Callable[[], None] | None:
+        """Let one do a job; returns what waits for that, or None: none can. O(job).
+
+        Args:
+            job: gets tensors without memory for those that it holds.
+            device: the current one while it is done.
+        """
         with suppress(Exception):  # a job may hold what only this process knows
             written = io.BytesIO()
-            _Pickler(written).dump(job)
+            _Pickler(written).dump((job, device))
             content = written.getvalue()
             if len(content) <= _PIPE and self._waiting:
                 process = self._waiting.pop(0)
@@ -103,16 +114,16 @@ class PieceProcesses:
 
 
 @cache
-def piece_processes() -> PieceProcesses:
+def compile_processes() -> CompileProcesses:
     """Those of this process: they start beside its weights, and end when its network is compiled.
 
     One start is in progress in a process, whichever engine it is for. O(1).
     """
-    return PieceProcesses()
+    return CompileProcesses()
 
 
 def serve_one(prepare: Callable[[], object]) -> None:
-    """Be such a process: prepare for any piece, do the job that comes, and end. Never returns."""
+    """Be such a process: prepare for any job, do the one that comes, and end. Never returns."""
     threading.Thread(target=_end_with_caller, args=(os.getppid(),), daemon=True).start()
     with suppress(Exception):
         prepare()
@@ -121,7 +132,9 @@ def serve_one(prepare: Callable[[], object]) -> None:
     if len(head) == _SIZE.size:
         content = stdin.read(*_SIZE.unpack(head))
         with suppress(Exception):  # the caller meets the error itself
-            job: Job = pickle.loads(content)  # noqa: S301  # from the caller
+            job, device = pickle.loads(content)  # noqa: S301  # from the caller
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             job()
     _end_group()
 
@@ -139,8 +152,9 @@ def _end_group() -> None:
 
 
 def _num_processes() -> int:
-    """As many as this process's share of the machine has cores for."""
-    return min(_MOST, _num_cores() // _CORES)
+    """As many as this process's share of the machine has cores for; none if they only share."""
+    cores = _num_cores()
+    return min(_MOST, cores // _CORES) if cores > _CORES else 0
 
 
 def _num_cores() -> int:

@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,26 +17,27 @@ from torch import fx, nn
 
 from model.cli import start as cli_start
 from model.cli.options import ModelOptions
-from model.compile import piece_processes, pieces, piecewise
-from model.compile.piece_processes import PieceProcesses, _Pickler
+from model.compile import compile_processes, pieces, piecewise
+from model.compile.compile_processes import CompileProcesses, _Pickler
 from model.compile.piecewise import compile_piecewise
 from model.compile.traced_network import trace_network
 from model.control.config import EngineConfig
 from model.errors import ModelNotFoundError
+from model.forward import network
 from tests.model.compile.test_pieces import SIZED, WEIGHT, module, needs_compiler
 from tests.model.compile.test_piecewise import agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
 from tests.model.networks import build
 
-UNPREPARED = "from model.compile.piece_processes import serve_one; serve_one(lambda: None)"
+UNPREPARED = "from model.compile.compile_processes import serve_one; serve_one(lambda: None)"
 
 
 @pytest.fixture
 def processes(monkeypatch):
     """Two, which load nothing before their job."""
-    monkeypatch.setattr(piece_processes, "_num_processes", lambda: 2)
-    monkeypatch.setattr(piece_processes, "_COMMAND", UNPREPARED)
-    started = PieceProcesses()
+    monkeypatch.setattr(compile_processes, "_num_processes", lambda: 2)
+    monkeypatch.setattr(compile_processes, "_COMMAND", UNPREPARED)
+    started = CompileProcesses()
     yield started
     started.close()
 
@@ -55,12 +57,12 @@ def ends(pid):
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(piece_processes, "_num_cores", lambda: 21)  # so 7 threads each
-    monkeypatch.setattr(piece_processes, "_num_processes", lambda: 3)
+    monkeypatch.setattr(compile_processes, "_num_cores", lambda: 21)  # so 7 threads each
+    monkeypatch.setattr(compile_processes, "_num_processes", lambda: 3)
     monkeypatch.setattr(pieces, "_compile", None)
     monkeypatch.setattr(torch, "compile", None)
-    started = PieceProcesses()
-    monkeypatch.setattr(piecewise, "piece_processes", lambda: started)
+    started = CompileProcesses()
+    monkeypatch.setattr(piecewise, "compile_processes", lambda: started)
     piecewise.start_compiler(in_pieces=True)
     traced = trace_network(switched(build("qwen3", 3)), CPU)
     network = compile_piecewise(traced, "inductor")
@@ -75,12 +77,12 @@ def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypat
 
 @pytest.mark.parametrize("command", ["import sys; sys.exit(1)", "import time; time.sleep(1000)"])
 def test_a_process_that_fails_or_hangs_is_not_waited_for(processes, monkeypatch, command):
-    monkeypatch.setattr(piece_processes, "_COMMAND", command)
-    monkeypatch.setattr(piece_processes, "_PATIENCE_S", 0.1 if "sleep" in command else 60)
+    monkeypatch.setattr(compile_processes, "_COMMAND", command)
+    monkeypatch.setattr(compile_processes, "_PATIENCE_S", 0.1 if "sleep" in command else 60)
     processes.start()
     assert processes.are_running
     first, _ = processes._all
-    wait = processes.submit(partial(print, "a job"))
+    wait = processes.submit(partial(print, "a job"), CPU)
     if wait is not None:  # it may have ended before it was asked
         wait()
     assert ends(first.pid)
@@ -88,7 +90,7 @@ def test_a_process_that_fails_or_hangs_is_not_waited_for(processes, monkeypatch,
 
 def test_a_piece_whose_process_has_ended_is_compiled_here(processes, monkeypatch, tmp_path):
     monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(piece_processes, "_COMMAND", "")
+    monkeypatch.setattr(compile_processes, "_COMMAND", "")
     made = []
     monkeypatch.setattr(pieces, "_kept", lambda *it: made.append(0) or (it[0], (60, 60)))
     processes.start()
@@ -100,20 +102,85 @@ def test_a_piece_whose_process_has_ended_is_compiled_here(processes, monkeypatch
         assert made == ([] if asked else [0])
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_process_compiles_the_kernels_of_draws_where_there_are_some(monkeypatch, device):
+    events = []
+
+    class Passes:
+        def warm_up(self, *of):
+            events.append(of)
+
+    class Processes:
+        def can_compile(self, device):
+            return True
+
+        def submit(self, job, device):
+            job()
+            return partial(events.append, device)
+
+    monkeypatch.setattr(network, "compile_processes", Processes)
+    monkeypatch.setattr(network, "passes_for", lambda _: Passes())
+    of = SimpleNamespace(dtype=torch.float32)
+    it = SimpleNamespace(device=torch.device(device), vocab_size=64, _network=of)
+    network.PagedNetwork.warm_up_draws(it)
+    of = (64, torch.float32, it.device)
+    assert events == ([of, it.device, of] if device == "cuda" else [of])
+
+
+ON_A_GPU = """
+import triton
+from model.cli.options import ModelOptions
+from model.cli.start import make_engine
+from model.compile import pieces
+from model.control.config import EngineConfig
+from tests.bench.engine.networks import loader
+
+found, compile_piece = [], pieces._compile
+def told(*given):
+    found.append("a piece")
+    return compile_piece(*given)
+pieces._compile = told
+def compiled(*, src, cache_hit, **_):
+    if not cache_hit:
+        found.append(src.fn.__name__)
+triton.knobs.compilation.listener = compiled
+engine = make_engine(
+    ModelOptions("m", backend="triton"), EngineConfig(compile=True), load=loader("qwen3-0.6b")
+)
+assert engine.prepare().startswith("compiled"), engine.prepare()
+print("compiled here:", *found)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_start_on_a_gpu_leaves_compilers_to_other_processes(tmp_path):
+    caches = ("KVCORE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {**os.environ, **{name: str(tmp_path / name) for name in caches}}
+    if len(os.sched_getaffinity(0)) < 16:
+        pytest.skip("fewer than 16 cores: there are fewer processes than jobs")
+    command = [sys.executable, "-c", ON_A_GPU]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("compiled here:")]
+    quick = {"_copy", "_scatter", "_fill"}  # made while the processes load
+    assert set(line.split()[2:]) <= quick, line
+
+
 def test_what_no_process_can_be_told_is_refused(processes):
-    assert processes.submit(partial(print, "none has started")) is None
+    assert processes.submit(partial(print, "none has started"), CPU) is None
     processes.start()
     for untold in (lambda: None, torch.zeros(4)[1:], "x" * 100_000):
-        assert processes.submit(partial(print, untold)) is None
+        assert processes.submit(partial(print, untold), CPU) is None
     assert len(processes._waiting) == 2
 
 
 def test_none_outlives_its_caller_or_leaves_a_process(processes, tmp_path):
     code = (
-        "import os, time; from model.compile.piece_processes import PieceProcesses\n"
-        "import model.compile.piece_processes as own\n"
+        "import os, time; from model.compile.compile_processes import CompileProcesses\n"
+        "import model.compile.compile_processes as own\n"
         f"own._num_processes = lambda: 2; own._COMMAND = {UNPREPARED!r}\n"
-        "p = PieceProcesses(); p.start(); p.submit(os.getpid)\n"
+        "p = CompileProcesses(); p.start(); p.submit(os.getpid, own.torch.device('cpu'))\n"
         "print(*[each.pid for each in p._all], flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as caller:
@@ -123,7 +190,7 @@ def test_none_outlives_its_caller_or_leaves_a_process(processes, tmp_path):
     assert all(map(ends, pids))
     processes.start()
     busy = f"sleep 1000 & echo $! > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid; sleep 1000"
-    wait = processes.submit(partial(os.system, busy))
+    wait = processes.submit(partial(os.system, busy), CPU)
     while not (tmp_path / "pid").exists():
         time.sleep(0.01)
     mine = [each.pid for each in processes._all]
@@ -156,12 +223,12 @@ def test_a_graph_arrives_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "count"), [(2, "", 0), (4, "", 1), (16, "", 5), (64, "8", 2), (64, "x", 5)]
+    ("cores", "ranks", "count"), [(2, "", 0), (4, "", 2), (16, "", 8), (64, "8", 4), (64, "x", 8)]
 )
 def test_there_are_as_many_as_this_share_of_the_machine_feeds(monkeypatch, cores, ranks, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert piece_processes._num_processes() == count
+    assert compile_processes._num_processes() == count
 
 
 def test_they_start_once(processes):
@@ -197,7 +264,7 @@ def test_their_threads_are_this_share_of_the_machine(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     monkeypatch.setattr(subprocess, "Popen", start)
-    PieceProcesses().start()
+    CompileProcesses().start()
     assert 0 < sum(seen) <= 128 // 8
 
 
@@ -222,7 +289,7 @@ def test_what_another_process_compiles_under_other_settings_is_not_stored(
 
 
 def test_a_start_that_fails_ends_them(processes, monkeypatch):
-    monkeypatch.setattr(cli_start, "piece_processes", lambda: processes)
+    monkeypatch.setattr(cli_start, "compile_processes", lambda: processes)
     processes.start()
     (first, *_), options = processes._all, ModelOptions(backend="numba")
     cli_start.make_engine(options, EngineConfig(num_blocks=8))
