@@ -72,6 +72,7 @@ class Piece(nn.Module):
         self._backend = backend
         self._marks = False
         self._run: Callable[..., Sequence[Tensor]] | None = None
+        self._is_submitted = False
         self._wait: Callable[[], None] | None = None
         self.processes: CompileProcesses | None = None
 
@@ -93,12 +94,14 @@ class Piece(nn.Module):
         self._marks = False
 
     def _submit(self, inputs: Sequence[Tensor], processes: CompileProcesses) -> None:
-        if self._wait is None and self._backend == "inductor":
-            with suppress(OSError):  # a folder that may not be read
-                path = _path(self._module, inputs, self._sized)
-                if not path.exists():
-                    job = partial(_store, path, self._module, inputs, self._sized)
-                    self._wait = processes.submit(job, inputs[0].device)
+        if self._is_submitted or self._backend != "inductor":
+            return
+        self._is_submitted = True  # or refused: once
+        with suppress(OSError):  # a folder that may not be read
+            path = _path(self._module, inputs, self._sized)
+            if not path.exists():
+                job = partial(_store, path, self._module, inputs, self._sized)
+                self._wait = processes.submit(job, inputs[0].device)
 
     def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         is_kept = self._backend == "inductor"
