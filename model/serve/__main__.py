@@ -13,7 +13,7 @@ if __name__ == "__main__":
         import sys
 
         from model.cli import prefetch
-        from model.host import importing
+        from model.cli.imports import importing
         from model.serve.args import parse_args
         from model.serve.listener import listen
 

@@ -25,10 +25,11 @@ import uvicorn
 from model.async_engine import AsyncEngine, EngineState
 from model.cli import prefetch
 from model.cli.files import OutputFile
+from model.cli.imports import importing
 from model.cli.progress import say
 from model.cli.signals import stopping
 from model.errors import RankLostError, UsageError, shown, visible
-from model.host import importing, log_age, part_of_start
+from model.host import log_age, part_of_start
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from model.host import importing, uncollected
+from model.cli.imports import importing
+from model.host import uncollected
 
 NOT_ASKED_FOR = {
     "hypothesis", "kvcore.testing", "kvcore.tiers", "kvcore.wire", "model.cluster", "msgspec",
