@@ -23,9 +23,9 @@ if __name__ == "__main__":
 
             sys.exit(follow(options.model, options.engine))
         listener = listen(options.serve)
-        prefetch.begin(options.model)
+        has_torch = prefetch.begin(options.model)
 
         with importing():
             from model.serve.process import serve
 
-        sys.exit(serve(options, listener))
+        sys.exit(serve(options, listener, has_torch))
