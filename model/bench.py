@@ -98,9 +98,9 @@ if __name__ == "__main__":
         import json
         import sys
 
+        from model.cli.imports import importing
         from model.cli.load_client import send_load
         from model.cli.progress import say, telling
-        from model.host import importing
 
         if not sys.argv[1:] or sys.argv[1] in {"-h", "--help", "--help-all"}:
             print(help_text(), end="")

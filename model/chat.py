@@ -62,8 +62,8 @@ if __name__ == "__main__":
     with leaves():
         import sys
 
+        from model.cli.imports import importing
         from model.cli.progress import say, telling
-        from model.host import importing
 
         options = parse_args()
         with importing(), telling("loading torch and Transformers"):

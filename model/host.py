@@ -4,7 +4,7 @@ Code that needs one of these uses the host that it is given. `tests/simulation` 
 time and threads are simulated, so that a run can be repeated exactly. Code on an event loop uses
 the loop instead: `loop.time`, `asyncio.sleep`, `asyncio.to_thread`.
 
-`uncollected`, `importing`, `part_of_start` and `log_age` are for the start of a process; what the
+`uncollected`, `part_of_start` and `log_age` are for the start of a process; what the
 last two log is read by `python -m tests.bench start`.
 
 Does not know: its callers.
@@ -93,16 +93,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Import large packages in the body without garbage collection; what they made stays.
-
-    Collections would take a fifth of the processor time of a start. O(1) beside the body.
-    """
-    with uncollected():
-        try:
-            yield
-        finally:
-            gc.freeze()

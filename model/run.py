@@ -15,9 +15,9 @@ if __name__ == "__main__":
         import io
         import sys
 
+        from model.cli.imports import importing
         from model.cli.progress import telling
         from model.cli.prompts import read_command_line
-        from model.host import importing
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")

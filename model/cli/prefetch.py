@@ -19,26 +19,36 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from model.cli.options import ModelOptions
-from model.host import Host
+from model.host import Event, Host
 
 _AT_ONCE = 1 << 30
 """Bytes of one call, which does not hold Python's lock."""
 
 
-def begin(options: ModelOptions) -> None:
-    """Start what needs no package, on threads. O(1)."""
+def begin(options: ModelOptions) -> Event:
+    """Start all of it, on threads. O(1).
+
+    Returns:
+        To be set when PyTorch is imported: then one of them goes on with it.
+    """
+    has_torch = Host().event()
     _start("weights", partial(read_weights, Path(options.path)))
     if _may_use_gpu(options):
         # PyTorch sets it too, later than the driver reads it. Here, because C code on another
         # thread may read the environment while it moves.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-        _start("gpu", open_gpu)
+        _start("gpu", partial(_prepare_gpu, has_torch))
+    return has_torch
 
 
-def begin_with_torch(options: ModelOptions) -> None:
-    """Start, on a thread, what PyTorch otherwise does in its first operation on a GPU. O(1)."""
-    if _may_use_gpu(options):
-        _start("gpu", multiply_once)
+def _prepare_gpu(has_torch: Event) -> None:
+    """Make the context, and only then what PyTorch makes on it.
+
+    PyTorch would wait for the context with Python's lock, and no import would go on meanwhile.
+    """
+    open_gpu()
+    has_torch.wait()
+    multiply_once()
 
 
 def _start(name: str, run: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ from model.control.config import EngineConfig
 from model.engine import Engine, TwinEngine, engine_of
 from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError
 from model.forward.warm_up import compiles, is_small
-from model.host import Host, part_of_start
+from model.host import Host, part_of_start, uncollected
 from model.load.loader import LoadedModel, load_model, with_draft
 from model.ranks.ranks import Ranks, join_ranks
 
@@ -165,12 +165,13 @@ def make_engine(
             config=config,
             load=load,
         )
-        with part_of_start("probes and caches"):  # and, on a GPU, all that is compiled
-            engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
-        if expects_grammars:
-            engine.prepare_grammars()
-        tell(engine.describe_memory())
-        tell(f"network: {warm_up(engine)}")
+        with uncollected():  # `warm_up` does it once
+            with part_of_start("probes and caches"):  # and, on a GPU, all that is compiled
+                engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
+            if expects_grammars:
+                engine.prepare_grammars()
+            tell(engine.describe_memory())
+            tell(f"network: {warm_up(engine)}")
         failed.pop_all()
         return engine
 

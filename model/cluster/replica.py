@@ -31,12 +31,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from kvcore.wire import Publisher
 from model.async_engine import AsyncEngine, EngineState, NotServingError
 from model.cli.exits import FAILED
+from model.cli.imports import importing
 from model.cluster.config import ClusterOptions
 from model.cluster.forwarded import FIRST_TOKEN, TAKEN, AdapterTable, Forwarded, Piece
 from model.cluster.routing import EVENTS, REPLAY
 from model.cluster.scaling import WAITING
 from model.errors import ModelError
-from model.host import importing
 from model.serve.app import create_app
 
 if TYPE_CHECKING:  # the driver names this class without loading torch

@@ -25,6 +25,7 @@ is reported, and the network runs without it.
 Does not know: requests, or how many blocks there will be.
 """
 
+import gc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -169,6 +170,7 @@ def free_bytes(networks: Sequence[PagedNetwork], config: EngineConfig) -> int | 
             for each in networks:  # all first: compiled code takes memory
                 each.allocate(1, config.block_size)
                 compile_network(each, config)
+            gc.collect(0)  # what a start without collections has made: it may hold memory
             peak_bytes = max([_peak_bytes(each, config) for each in networks])
         except torch.cuda.OutOfMemoryError as error:
             raise InvalidArgumentError(

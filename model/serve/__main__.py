@@ -13,7 +13,7 @@ if __name__ == "__main__":
         import sys
 
         from model.cli import prefetch
-        from model.host import importing
+        from model.cli.imports import importing
         from model.serve.args import parse_args
         from model.serve.listener import listen
 
@@ -23,9 +23,9 @@ if __name__ == "__main__":
 
             sys.exit(follow(options.model, options.engine))
         listener = listen(options.serve)
-        prefetch.begin(options.model)
+        has_torch = prefetch.begin(options.model)
 
         with importing():
             from model.serve.process import serve
 
-        sys.exit(serve(options, listener))
+        sys.exit(serve(options, listener, has_torch))

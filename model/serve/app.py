@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
 
 import kvcore
 from model.async_engine import AsyncEngine, EngineState
@@ -61,9 +62,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
-        described = asyncio.create_task(asyncio.to_thread(app.openapi))  # it is long, and kept
         yield
-        await described
         if engine.health.state is not EngineState.STARTING:  # else its thread ends with the process
             await engine.stop()
 
@@ -71,11 +70,18 @@ def create_app(
         title="kvcore",
         version=kvcore.__version__,
         lifespan=lifespan,
+        openapi_url=None,
         docs_url=None,  # its page asks other servers for its scripts
         redoc_url=None,
         responses={400: {"model": ErrorReport}, 503: {"model": ErrorReport}},
     )
     app.state.metrics = metrics
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def described() -> JSONResponse:
+        """It is long, and kept: no start waits for it."""
+        return JSONResponse(await asyncio.to_thread(app.openapi))
+
     for router in routers:
         app.include_router(router)
     return meet_clients(app, config, log=log)

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from model.async_engine import AsyncEngine, EngineState
-from model.cli import prefetch
 from model.cli.files import OutputFile
+from model.cli.imports import importing
 from model.cli.progress import say
 from model.cli.signals import stopping
 from model.errors import RankLostError, UsageError, shown, visible
-from model.host import importing, log_age, part_of_start
+from model.host import Event, log_age, part_of_start
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig
@@ -50,8 +50,13 @@ _LAST_BYTES_S = 2
 _KEEP_ALIVE_S = 75
 
 
-def serve(options: ServeOptions, listener: socket.socket) -> int:
+def serve(options: ServeOptions, listener: socket.socket, has_torch: Event) -> int:
     """Serve until a signal ends it; the exit code.
+
+    Args:
+        options: all flags.
+        listener: the socket to answer on.
+        has_torch: is set when PyTorch is imported.
 
     Raises:
         ModelError: the model or the flags cannot be served.
@@ -64,7 +69,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     def make() -> "EngineCore":
         with importing(), part_of_start("imports"):  # on the engine's thread
             import_module("torch")
-            prefetch.begin_with_torch(options.model)
+            has_torch.set()
             start = import_module("model.cli.start")  # and Transformers
             import_module("model.serve.reading")
         made: EngineCore = start.make_engine(

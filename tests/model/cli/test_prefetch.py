@@ -19,12 +19,17 @@ from model.cli.options import ModelOptions
 
 @pytest.fixture
 def run_here(monkeypatch):
-    """Threads run at once, and in this one."""
+    """Threads run at once, and in this one; what is done once PyTorch is there, in order."""
+    done = []
 
     def start_thread(_host, _name, run):
         run()
 
+    event = types.SimpleNamespace(wait=lambda: done.append("waited for PyTorch"))
     monkeypatch.setattr(prefetch.Host, "start_thread", start_thread)
+    monkeypatch.setattr(prefetch.Host, "event", lambda _: event)
+    monkeypatch.setattr(prefetch, "multiply_once", lambda: done.append("multiplied"))
+    return done
 
 
 @pytest.fixture
@@ -41,8 +46,8 @@ def torch_with_gpus(tmp_path, monkeypatch):
 class Driver:
     """A CUDA driver that records its calls; without GPUs it cannot be initialised."""
 
-    def __init__(self, gpus):
-        self.asked = []
+    def __init__(self, gpus, asked):
+        self.asked = asked
         self._fault = 0 if gpus else 100
 
     def __getattr__(self, name):
@@ -63,15 +68,15 @@ def test_no_torch_is_imported():
     ("gpus", "asked"),
     [(0, ["cuInit"]), (1, ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])],
 )
-def test_a_context_is_made_where_there_is_a_gpu(
+def test_a_context_is_made_where_there_is_a_gpu_before_pytorch_uses_it(
     gpus, asked, torch_with_gpus, run_here, monkeypatch
 ):
-    driver = Driver(gpus)
+    driver = Driver(gpus, run_here)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     fake = types.SimpleNamespace(**{**vars(prefetch.ctypes), "CDLL": lambda _: driver})
     monkeypatch.setattr(prefetch, "ctypes", fake)
     prefetch.begin(ModelOptions(model=str(torch_with_gpus), backend="triton"))
-    assert driver.asked == asked
+    assert run_here == [*asked, "waited for PyTorch", "multiplied"]
 
 
 def test_no_thread_changes_the_environment(torch_with_gpus, monkeypatch):
@@ -137,8 +142,7 @@ def test_what_cannot_be_read_is_left_to_whoever_needs_it(tmp_path, torch_with_gp
     with pytest.raises(OSError, match="Is a directory"):
         prefetch.read_weights(tmp_path)
     for path in (tmp_path, tmp_path / "nothing", "owner/name", "\ud800"):
-        prefetch.begin(ModelOptions(model=str(path), backend="triton"))
-    prefetch.begin_with_torch(ModelOptions())
+        prefetch.begin(ModelOptions(model=str(path), backend="triton")).set()
     for thread in threading.enumerate():
         if thread.name in ("weights", "gpu"):
             thread.join(60)

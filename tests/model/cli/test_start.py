@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
-from model.host import importing, uncollected
+from model.cli import start
+from model.cli.imports import importing
+from model.cli.options import ModelOptions
+from model.control.config import EngineConfig
+from model.host import uncollected
 
 NOT_ASKED_FOR = {
     "hypothesis", "kvcore.testing", "kvcore.tiers", "kvcore.wire", "model.cluster", "msgspec",
@@ -83,3 +87,21 @@ def test_garbage_is_collected_again_once_all_threads_that_pause_it_are_done():
     with pytest.raises(ValueError, match="a body"), uncollected():
         raise ValueError("a body")
     assert gc.isenabled()
+
+
+def test_an_engine_is_made_without_garbage_collection_and_collected_before_it_serves(monkeypatch):
+    seen, was_frozen = [], gc.get_freeze_count()
+
+    def engine_of(*given, **more):
+        seen.append(gc.isenabled())
+        return make(*given, **more)
+
+    make = start.engine_of
+    monkeypatch.setattr(start, "engine_of", engine_of)
+    try:
+        start.make_engine(ModelOptions(), EngineConfig(num_blocks=16, eager=True))
+        assert seen == [False]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > was_frozen
+    finally:
+        gc.unfreeze()

@@ -151,4 +151,4 @@ if __name__ == "__main__":
     process.create_app = counting
     with leaves():
         options = parse_args()
-        raise SystemExit(process.serve(options, listen(options.serve)))
+        raise SystemExit(process.serve(options, listen(options.serve), threading.Event()))

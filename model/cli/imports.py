@@ -1,0 +1,127 @@
+"""Imports PyTorch and Transformers with less work: no garbage collection, and known names.
+
+Transformers reads the source of its 2,500 model files, twice, to learn which name is in which file.
+What it finds is stored for later starts.
+
+Invariants: the names are those that Transformers finds: a stored file belongs to the paths, sizes
+and times of all files that it would read. What cannot be read or stored is found as before.
+Importing this imports neither.
+
+Does not know: who uses the packages.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from model.compile.stored_files import cache_dir, read_file, write_file
+from model.host import uncollected
+
+_FINDS_NAMES = "transformers.utils.import_utils"
+
+_Names = Mapping[frozenset[str], Mapping[str, set[str]]]
+"""By the packages that they need, then by module: names."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import large packages in the body without garbage collection; what they made stays.
+
+    Collections would take a fifth of the processor time of a start. O(1) beside the body.
+    """
+    with uncollected(), _known_names():
+        try:
+            yield
+        finally:
+            gc.freeze()
+
+
+@contextmanager
+def _known_names() -> Iterator[None]:
+    """Have Transformers, if it is imported in the body, look its names up."""
+    finder = _Finder()
+    sys.meta_path = [finder, *sys.meta_path]  # a new list: another thread may be going through it
+    try:
+        yield
+    finally:
+        sys.meta_path = [each for each in sys.meta_path if each is not finder]
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module of Transformers that finds names, and changes it as soon as it has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        """As the base class."""
+        if name != _FINDS_NAMES:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = partial(_run, run)  # type: ignore[method-assign]
+        return spec
+
+
+def _run(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    run(module)
+    find = getattr(module, "define_import_structure", None)
+    if find is not None and module.__file__ is not None:
+        models = Path(module.__file__).parents[1] / "models"
+        vars(module)["define_import_structure"] = _looking_up(find, models)
+
+
+def _looking_up(find: Callable[..., _Names], models: Path) -> Callable[..., _Names]:
+    """`define_import_structure`, which finds the names of one folder once and for later starts."""
+    known = cache(partial(_names, find, models))
+
+    def define(module_path: str | Path, prefix: str | None = None) -> _Names:
+        path = Path(module_path)
+        if models not in (path, path.parent) or path.name not in (models.name, "__init__.py"):
+            return find(module_path, prefix)
+        before = "" if prefix is None else f"{prefix}."
+        return {
+            needs: {f"{before}{module}": {*names} for module, names in modules.items()}
+            for needs, modules in known().items()
+        }
+
+    return define
+
+
+def _names(find: Callable[..., _Names], models: Path) -> _Names:
+    """The names of a folder of models, stored for later starts. O(files)."""
+    path = cache_dir() / "names" / _digest(models)
+    with suppress(Exception):  # a file may hold anything
+        return {
+            frozenset(needs): {module: {*names} for module, names in modules.items()}
+            for needs, modules in json.loads(read_file(path))
+        }
+    found = find(str(models))
+    stored = [
+        [[*needs], {module: [*names] for module, names in modules.items()}]
+        for needs, modules in found.items()
+    ]
+    with suppress(OSError):
+        write_file(path, json.dumps(stored).encode())
+    return found
+
+
+def _digest(models: Path) -> str:
+    """A name for the sources that decide which names there are. O(files)."""
+    facts = []
+    for top in (models, models.parent / "utils"):
+        for folder, _, names in os.walk(top):
+            for name in names:
+                if name.endswith(".py"):
+                    about = os.stat(f"{folder}/{name}")  # noqa: PTH116  # there are thousands
+                    facts.append((folder, name, about.st_size, about.st_mtime_ns))
+    return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()

@@ -1,0 +1,82 @@
+"""A check that a network has passed is not repeated, and is for every network that differs."""
+
+import pytest
+import torch
+
+import backends
+from model.compile.stored_checks import pass_once
+from model.errors import UnsupportedModelError
+from model.forward import network as networks
+from model.forward.network import PagedNetwork
+from tests.model.compile.test_traced_network import switched
+from tests.model.networks import build
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "checks"
+
+
+class Check:
+    """A check that every network passes."""
+
+    def __init__(self, act=lambda: None):
+        self.count = 0
+        self._act = act
+
+    def __call__(self):
+        self.count += 1
+        self._act()
+
+
+def test_equal_networks_are_checked_once():
+    check = Check()
+    for _ in range(3):
+        pass_once(switched(build("llama", 3)), check, 100)
+    assert check.count == 1
+
+
+def test_a_network_that_differs_is_checked():
+    check = Check()
+    pass_once(switched(build("llama", 3)), check, 100)
+    pass_once(switched(build("llama", 3)), check, 101)
+    pass_once(switched(build("llama", 4)), check, 100)  # other weights
+    pass_once(switched(build("qwen3", 3)), check, 100)
+    changed = switched(build("llama", 3))
+    changed.model.layers[1].mlp.forward = torch.nn.Identity().forward
+    pass_once(changed, check, 100)
+    assert check.count == 5
+
+
+def test_a_failure_is_not_stored_nor_is_a_check_that_changes_the_network(folder):
+    network = switched(build("llama", 3))
+
+    def fail():
+        raise UnsupportedModelError("it fails")
+
+    with pytest.raises(UnsupportedModelError, match="it fails"):
+        pass_once(network, fail)
+
+    def change():
+        network.model.layers[0].is_changed = True
+
+    pass_once(network, change)
+    assert not folder.exists()
+
+
+def test_a_damaged_file_is_a_check(folder):
+    check = Check()
+    pass_once(switched(build("llama", 3)), check)
+    (stored,) = folder.iterdir()
+    stored.write_bytes(b"passed")
+    pass_once(switched(build("llama", 3)), check)
+    assert check.count == 2
+
+
+def test_a_second_start_does_not_compare_tokens_alone_again(monkeypatch):
+    check = Check()
+    monkeypatch.setattr(networks, "check_tokens_alone", lambda *_: check())
+    for _ in range(2):
+        PagedNetwork(build("qwen3", 25), backends.get_backend("numba"))
+    assert check.count == 1
