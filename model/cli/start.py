@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 import backends
 import kvcore
 from model.cli.options import ModelOptions
+from model.cli.prefetch import may_share_compiling
 from model.cli.signals import stopping
 from model.compile.compile_processes import compile_processes
 from model.compile.piecewise import start_compiler
@@ -101,7 +102,7 @@ def start(
         if config is not None:
             backend.warmup((), max_num_seqs=1, max_query_len=1)  # begins what the layers need
         if config is not None and compiles(config, backend.device):
-            in_pieces = (num_ranks or 1) == 1 and _in_pieces(config)
+            in_pieces = (num_ranks or 1) == 1 and may_share_compiling(config)
             Host().start_thread("compiler", partial(start_compiler, in_pieces=in_pieces))
         if dtype_name == "auto":
             is_half = backend.device.type == "cuda" and not is_exact
@@ -188,16 +189,6 @@ def follow(options: ModelOptions, config: EngineConfig) -> int:
         with stopping():  # a signal reaches the one that serves too, which says when it is over
             engine.follow()
     return 0
-
-
-def _in_pieces(config: EngineConfig) -> bool:
-    """Whether the pieces of a network that is not split over ranks may be compiled in parallel.
-
-    The processes that do so hold GPU memory, so they must end before free memory is measured, and
-    they know only PyTorch's own operators.
-    """
-    is_measured = config.num_blocks is None and config.kv_memory_bytes is None
-    return is_measured and not config.batch_invariant
 
 
 def _choose_threads(model: LoadedModel) -> None:

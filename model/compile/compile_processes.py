@@ -1,55 +1,50 @@
 """Processes that compile beside the one that starts: each a piece of a network, or some kernels.
 
 PyTorch's compiler and most of Triton's are Python, so one process compiles one thing after another.
-If no piece is stored, processes are started while the weights load. Each loads the compilers,
+If no piece is stored, processes are started while packages are imported. Each loads the compilers,
 does one job, whose result it stores on disk, where the caller finds it, and ends.
 
-Decides: how many processes there are, and what is sent to one: the operations of a piece, or a
-function, with the shapes, strides and dtypes of tensors.
+Decides: how many processes there are, and how long one may take.
 
 Invariants: a process that fails, hangs or is missing costs time and nothing else; none outlives its
 caller, or has memory of the GPU after `close`.
 
+Importing this imports no torch.
+
 Does not know: what a job compiles, and how, which file it is kept in.
 """
 
-import io
 import os
-import pickle
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
+from model.compile.stored_files import can_store, has_stored
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.compile.jobs import Job
 
 _COMMAND = "from model.compile.pieces import serve; serve()"
 _MOST = 8  # a network of one kind of layer has 5 different pieces; draws, and steps of few tokens
-_CORES = 2  # of each: for itself, and for processes of PyTorch's own
+_CORES = 2  # of each: for itself, and for other work of the start
 _GPU_BYTES = 3 << 30  # of each: a context, and the arrays on which kernels are timed
-_MOST_THREADS = 32  # of all together, as PyTorch's own compiler has
 _LOOK_S = 0.5  # how often a process looks whether its caller is there
 _PATIENCE_S = 120.0  # how long a piece may take
 _SIZE = struct.Struct(">Q")
+PIECES = "pieces"
+"""The folder of what most of them store."""
 _PIPE = 60_000  # bytes that a pipe takes before they are read
-
-Job = Callable[[], object]
-"""Compiles something and stores it; for another process to find by its name."""
-
-
-def do_all(jobs: Sequence[Job]) -> None:
-    """Do one job after another. O(jobs)."""
-    for job in jobs:
-        job()
 
 
 class CompileProcesses:
@@ -67,31 +62,27 @@ class CompileProcesses:
         return bool(self._all)
 
     def start(self) -> None:
-        """Start them, once, if this machine has cores for them. O(1)."""
+        """Start them, once, if this machine has cores for them and pieces are to be compiled. O(1).
+
+        Not where an earlier start has stored some, of this network or another, or none can be.
+        """
         with self._lock, suppress(OSError):
-            count = 0 if self._is_over or self._all else _num_processes()
-            for _ in range(count):
-                self._all.append(_start(count))
+            is_time = not (self._is_over or self._all or has_stored(PIECES))
+            for _ in range(_num_processes() if is_time and can_store(PIECES) else 0):
+                self._all.append(_start())
                 self._waiting.append(self._all[-1])
 
-    def can_compile(self, device: torch.device) -> bool:
+    def can_compile(self, device: "torch.device") -> bool:
         """Whether one waits for a job, and the device has memory for all of them. O(1)."""
         if not self._waiting or device.type != "cuda":
             return bool(self._waiting)
-        free_bytes, _ = torch.cuda.mem_get_info(device)
+        free_bytes, _ = import_module("torch").cuda.mem_get_info(device)
         return bool(free_bytes > len(self._all) * _GPU_BYTES)
 
-    def submit(self, job: Job, device: torch.device) -> Callable[[], None] | None:
-        """Let one do a job; returns what waits for that, or None: none can. O(job).
-
-        Args:
-            job: gets tensors without memory for those that it holds.
-            device: the current one while it is done.
-        """
+    def submit(self, job: "Job", device: "torch.device") -> Callable[[], None] | None:
+        """Let one do a job; returns what waits for that, or None: none can. O(job)."""
         with suppress(Exception):  # a job may hold what only this process knows
-            written = io.BytesIO()
-            _Pickler(written).dump((job, device))
-            content = written.getvalue()
+            content = import_module("model.compile.jobs").write(job, device)
             if len(content) <= _PIPE and self._waiting:
                 process = self._waiting.pop(0)
                 if process.stdin is not None:
@@ -132,10 +123,7 @@ def serve_one(prepare: Callable[[], object]) -> None:
     if len(head) == _SIZE.size:
         content = stdin.read(*_SIZE.unpack(head))
         with suppress(Exception):  # the caller meets the error itself
-            job, device = pickle.loads(content)  # noqa: S301  # from the caller
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            job()
+            import_module("model.compile.jobs").run(content)
     _end_group()
 
 
@@ -165,9 +153,9 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) // neighbours
 
 
-def _start(count: int) -> "subprocess.Popen[bytes]":
-    threads = str(max(2, min(_MOST_THREADS, _num_cores()) // count))
-    given = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ, "PYTHONPATH": _path()}
+def _start() -> "subprocess.Popen[bytes]":
+    # They compile beside each other: none starts processes of PyTorch's own.
+    given = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ, "PYTHONPATH": _path()}
     return subprocess.Popen(  # noqa: S603  # this very Python
         [sys.executable, "-P", "-c", _COMMAND],  # -P: what lies here is not imported
         stdin=subprocess.PIPE,
@@ -193,62 +181,3 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 def _path() -> str:
     """Where another process finds what this one has found."""
     return os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
-
-
-class _Pickler(pickle.Pickler):
-    """Of tensors it keeps how they look, of graphs their operations, of operators the name."""
-
-    def reducer_override(self, value: object) -> Any:  # noqa: ANN401  # as Python has it
-        """See `pickle.Pickler`."""
-        if isinstance(value, Tensor):
-            if value.storage_offset():
-                raise ValueError("wanted tensors that begin where their memory does")
-            return _seen, (tuple(value.shape), value.stride(), value.dtype, value.device)
-        if isinstance(value, fx.GraphModule):
-            return _module, (_operations(value.graph),)
-        if isinstance(value, torch._ops.OpOverload):  # noqa: SLF001
-            return _operator, (str(value),)
-        return NotImplemented
-
-
-class _Number(int):
-    """Stands for the node with that number."""
-
-
-def _operations(graph: fx.Graph) -> list[tuple[str, Any, str, Any, Any]]:
-    numbers = {node: _Number(number) for number, node in enumerate(graph.nodes)}
-    return [
-        (
-            node.op,
-            node.target,
-            node.name,
-            *fx.map_arg((node.args, node.kwargs), numbers.__getitem__),
-        )
-        for node in graph.nodes
-    ]
-
-
-def _module(operations: Sequence[tuple[str, Any, str, Any, Any]]) -> fx.GraphModule:
-    graph = fx.Graph()
-    nodes: list[fx.Node] = []
-
-    def node_of(value: Any) -> Any:  # noqa: ANN401  # arguments of any operator
-        return nodes[value] if isinstance(value, _Number) else value
-
-    for op, target, name, *given in operations:
-        args, kwargs = fx.node.map_aggregate(tuple(given), node_of)
-        nodes.append(graph.create_node(op, target, args, kwargs, name))
-    return fx.GraphModule(nn.Module(), graph)
-
-
-def _operator(name: str) -> object:
-    space, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, space), packet), overload)
-
-
-def _seen(
-    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """A tensor that looks so, without memory."""
-    with FakeTensorMode():
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)

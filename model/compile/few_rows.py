@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import model.compile
-from model.compile.compile_processes import Job
+from model.compile.jobs import Job
 
 
 class Kernels(NamedTuple):

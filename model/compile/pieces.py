@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from model.compile.compile_processes import CompileProcesses, serve_one
+from model.compile.compile_processes import PIECES, CompileProcesses, serve_one
 from model.compile.stored_files import cache_dir, read_file, write_file
 
 _log = logging.getLogger(__name__)
@@ -119,27 +119,9 @@ class Piece(nn.Module):
         return torch.compile(self._module, backend=self._backend, options=options, fullgraph=True)
 
 
-def has_stored_pieces() -> bool:
-    """Whether an earlier start has stored pieces, of this network or another. O(1)."""
-    with suppress(OSError):
-        return any(True for _ in _folder().iterdir())
-    return False
-
-
-def can_store_pieces() -> bool:
-    """Whether the folder can be written; if not, what others compile is not found. O(1)."""
-    with suppress(OSError):
-        _folder().mkdir(parents=True, exist_ok=True)
-    return os.access(_folder(), os.W_OK | os.X_OK)
-
-
 def start_processes() -> None:
     """Start the processes that PyTorch compiles in, each of which loads PyTorch; once. O(1)."""
     import_module("torch._inductor.async_compile").maybe_warm_pool()
-
-
-def _folder() -> Path:
-    return cache_dir() / "pieces"
 
 
 def _kept(
@@ -204,7 +186,7 @@ def _prepare() -> None:
 def _path(
     module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
 ) -> Path:
-    return _folder() / _digest(module, inputs, sized)
+    return cache_dir() / PIECES / _digest(module, inputs, sized)
 
 
 def _digest(

@@ -34,7 +34,7 @@ from torch import Tensor, fx, nn
 import backends
 from kvcore.adapters.recurrent import RecurrentPass
 from model.attention.attention import Attending
-from model.compile.compile_processes import compile_processes, do_all
+from model.compile.compile_processes import PIECES, compile_processes
 from model.compile.few_rows import (
     FEW_ROWS,
     LEAST_WEIGHT,
@@ -43,7 +43,9 @@ from model.compile.few_rows import (
     few_row_sizes,
     fuse_few_rows,
 )
-from model.compile.pieces import MOST, Piece, can_store_pieces, has_stored_pieces, start_processes
+from model.compile.jobs import do_all
+from model.compile.pieces import MOST, Piece, start_processes
+from model.compile.stored_files import has_stored
 from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
 from model.host import uncollected
@@ -57,8 +59,8 @@ def start_compiler(*, in_pieces: bool = False) -> None:
     Args:
         in_pieces: whether processes may compile a piece each (`compile_processes`).
     """
-    if not has_stored_pieces():
-        if in_pieces and can_store_pieces():
+    if not has_stored(PIECES):
+        if in_pieces:
             compile_processes().start()
         if not compile_processes().are_running:
             start_processes()

@@ -3,16 +3,14 @@
 A program of its own, because TRITON_INTERPRET has to be set before triton is first imported.
 """
 
-import io
 import itertools
-import pickle
 import sys
+from functools import partial
 
 import torch
 from torch.nn import functional
 
-from model.compile import few_rows_kernels
-from model.compile.compile_processes import _Pickler
+from model.compile import few_rows_kernels, jobs
 from model.compile.few_rows_kernels import Cut, multiply, rotate
 
 SHAPES = (  # width, count, cut
@@ -135,11 +133,8 @@ def check_noted():
             torch.ones(1, 4, 64), torch.ones(1, 4, 16), torch.ones(1, 4, 16), None, None, 0.1, 2, 1
         )
     assert not launched
-    written = io.BytesIO()
-    _Pickler(written).dump(jobs := [*noted])
-    for job in pickle.loads(written.getvalue()):  # noqa: S301  # ours
-        job()
-    assert len(jobs) == 3
+    assert len(noted) == 3
+    jobs.run(jobs.write(partial(jobs.do_all, [*noted]), torch.device("cpu")))
     few_rows_kernels._multiply = kernel
     made = [[tuple(one.shape) for one in given if torch.is_tensor(one)] for given in launched]
     assert made == [[(n, 64), (8, 64), *[(n, 64)] * 3, (1, n, 8)] for n in (2, 4)]

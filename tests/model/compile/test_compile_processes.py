@@ -17,9 +17,12 @@ from torch import fx, nn
 
 from model.cli import start as cli_start
 from model.cli.options import ModelOptions
+from model.cli.prefetch import may_share_compiling
 from model.compile import compile_processes, pieces, piecewise
-from model.compile.compile_processes import CompileProcesses, _Pickler
+from model.compile.compile_processes import PIECES, CompileProcesses
+from model.compile.jobs import _Pickler
 from model.compile.piecewise import compile_piecewise
+from model.compile.stored_files import has_stored, write_file
 from model.compile.traced_network import trace_network
 from model.control.config import EngineConfig
 from model.errors import ModelNotFoundError
@@ -33,8 +36,9 @@ UNPREPARED = "from model.compile.compile_processes import serve_one; serve_one(l
 
 
 @pytest.fixture
-def processes(monkeypatch):
+def processes(monkeypatch, tmp_path):
     """Two, which load nothing before their job."""
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_processes, "_num_processes", lambda: 2)
     monkeypatch.setattr(compile_processes, "_COMMAND", UNPREPARED)
     started = CompileProcesses()
@@ -57,7 +61,6 @@ def ends(pid):
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile_processes, "_num_cores", lambda: 21)  # so 7 threads each
     monkeypatch.setattr(compile_processes, "_num_processes", lambda: 3)
     monkeypatch.setattr(pieces, "_compile", None)
     monkeypatch.setattr(torch, "compile", None)
@@ -130,6 +133,7 @@ def test_a_process_compiles_the_kernels_of_draws_where_there_are_some(monkeypatc
 ON_A_GPU = """
 import triton
 from model.cli.options import ModelOptions
+from model.cli.prefetch import may_share_compiling
 from model.cli.start import make_engine
 from model.compile import pieces
 from model.control.config import EngineConfig
@@ -145,7 +149,7 @@ def compiled(*, src, cache_hit, **_):
         found.append(src.fn.__name__)
 triton.knobs.compilation.listener = compiled
 engine = make_engine(
-    ModelOptions("m", backend="triton"), EngineConfig(compile=True), load=loader("qwen3-0.6b")
+    ModelOptions(model="m", backend="triton"), EngineConfig(compile=True), load=loader("qwen3-0.6b")
 )
 assert engine.prepare().startswith("compiled"), engine.prepare()
 print("compiled here:", *found)
@@ -177,10 +181,11 @@ def test_what_no_process_can_be_told_is_refused(processes):
 
 def test_none_outlives_its_caller_or_leaves_a_process(processes, tmp_path):
     code = (
-        "import os, time; from model.compile.compile_processes import CompileProcesses\n"
-        "import model.compile.compile_processes as own\n"
+        f"import os, time; os.environ['KVCORE_CACHE_DIR'] = {str(tmp_path)!r}\n"
+        "from model.compile.compile_processes import CompileProcesses\n"
+        "import torch; import model.compile.compile_processes as own\n"
         f"own._num_processes = lambda: 2; own._COMMAND = {UNPREPARED!r}\n"
-        "p = CompileProcesses(); p.start(); p.submit(os.getpid, own.torch.device('cpu'))\n"
+        "p = CompileProcesses(); p.start(); p.submit(os.getpid, torch.device('cpu'))\n"
         "print(*[each.pid for each in p._all], flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as caller:
@@ -259,18 +264,29 @@ def test_a_folder_that_may_not_be_read_costs_time_alone(processes, monkeypatch):
     assert len(asked) == 1
 
 
-def test_their_threads_are_this_share_of_the_machine(monkeypatch):
+def test_none_starts_processes_of_its_own_unless_told_to(processes, monkeypatch):
     seen = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: seen.append(env))
+    for said in (None, "7"):
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+        if said is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", said)
+        compile_processes._start()
+    assert [env["TORCHINDUCTOR_COMPILE_THREADS"] for env in seen] == ["1", "7"]
 
-    def start(*_, env, **__):
-        seen.append(int(env["TORCHINDUCTOR_COMPILE_THREADS"]))
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(128))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    monkeypatch.setattr(subprocess, "Popen", start)
-    CompileProcesses().start()
-    assert 0 < sum(seen) <= 128 // 8
+def test_none_is_started_where_pieces_are_stored_or_none_can_be(processes, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path / "file/in the way"))
+    (tmp_path / "file").touch()
+    processes.start()
+    assert not processes.are_running
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
+    write_file(tmp_path / PIECES / "a piece", b"")
+    processes.start()
+    assert not processes.are_running
+    (tmp_path / PIECES / "a piece").unlink()
+    processes.start()
+    assert processes.are_running
 
 
 @needs_compiler
@@ -285,12 +301,12 @@ def test_what_another_process_compiles_under_other_settings_is_not_stored(
     with torch._inductor.config.patch(deterministic=True):
         piece(*given)
     piece._wait()
-    assert not pieces.has_stored_pieces()
+    assert not has_stored(PIECES)
     piece = pieces.Piece(module(), SIZED, "inductor")
     piece.processes = processes
     piece(*given)
     piece._wait()
-    assert pieces.has_stored_pieces()
+    assert has_stored(PIECES)
 
 
 def test_a_start_that_fails_ends_them(processes, monkeypatch):
@@ -310,8 +326,14 @@ def test_a_start_that_fails_ends_them(processes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"num_blocks": 8}, {"kv_memory_bytes": 1 << 20}, {"batch_invariant": True}]
+    "settings",
+    [
+        {"compile": False},
+        {"num_blocks": 8},
+        {"kv_memory_bytes": 1 << 20},
+        {"batch_invariant": True},
+    ],
 )
 def test_they_are_started_only_where_they_help(settings):
-    assert cli_start._in_pieces(EngineConfig())
-    assert not cli_start._in_pieces(EngineConfig(**settings))
+    assert may_share_compiling(EngineConfig(compile=True))
+    assert not may_share_compiling(EngineConfig(**{"compile": True, **settings}))
