@@ -86,9 +86,7 @@ def test_a_second_start_does_not_compare_tokens_alone_again(monkeypatch):
 
 def test_a_second_start_makes_no_pass_without_weights_and_loads_the_same(checkpoint, monkeypatch):
     find, made = architectures.find_states, []
-    monkeypatch.setattr(
-        architectures, "find_states", lambda *given: made.append(0) or find(*given)
-    )
+    monkeypatch.setattr(architectures, "find_states", lambda *given: made.append(0) or find(*given))
     one, other = (load_model(str(checkpoint), CPU, once=pass_once).network for _ in range(2))
     assert len(made) == 1
     pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
