@@ -24,6 +24,7 @@ from model.cli.prefetch import may_share_compiling
 from model.cli.signals import stopping
 from model.compile.compile_processes import compile_processes
 from model.compile.piecewise import start_compiler
+from model.compile.stored_checks import pass_once
 from model.control.config import EngineConfig
 from model.engine import Engine, TwinEngine, engine_of
 from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError
@@ -41,6 +42,7 @@ _BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
 )
 
 Load = Callable[[str, torch.device, torch.dtype, Ranks | None], LoadedModel]
+_load = partial(load_model, once=pass_once)
 
 
 @contextmanager
@@ -66,7 +68,7 @@ def start(
     expert_parallel: bool = False,
     config: EngineConfig | None = None,
     is_exact: bool = False,
-    load: Load = load_model,
+    load: Load = _load,
 ) -> tuple[LoadedModel, backends.Backend]:
     """Load a model for a backend, on its device. Reads every weight once.
 
@@ -139,7 +141,7 @@ def make_engine(
     config: EngineConfig,
     tell: Callable[[str], None] = lambda _: None,
     *,
-    load: Load = load_model,
+    load: Load = _load,
     expects_grammars: bool = False,
 ) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.

@@ -16,7 +16,8 @@ Does not know: where a model comes from, backends, caches, requests.
 import copy
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ from model.attention.own_code import OWN_CODE, follow_own_code
 from model.errors import UnsupportedModelError
 from model.load.probes import probe_layers
 from model.load.recurrence import find_states
+
+Once = Callable[[PreTrainedModel, Callable[[], None]], None]
+"""Runs a check of a network, or knows that it passes."""
 
 _SERVED = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _SERVED |= {"compressed_sparse_attention", "heavily_compressed_attention"}
@@ -249,10 +253,19 @@ def _network_without_weights(
     return network
 
 
-def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
+def always(_: PreTrainedModel, check: Callable[[], None]) -> None:
+    """Run a check."""
+    check()
+
+
+def check_layers(config: PreTrainedConfig, once: Once = always) -> PreTrainedModel:
     """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
 
     The few networks that cannot run without weights pass.
+
+    Args:
+        config: of the network.
+        once: runs the pass, or knows that an equal network has passed.
 
     Returns:
         The network on PyTorch's meta device: tensors with shapes and no content.
@@ -265,16 +278,20 @@ def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
         network = _network_without_weights(config)
     except Exception as error:
         raise _own_failure(config, error) from error
+    once(network, partial(_probe_without_weights, network))
+    return network
+
+
+def _probe_without_weights(network: PreTrainedModel) -> None:
     try:
         states = find_states(network, torch.device("meta"))
         probe_layers(network, torch.device("meta"), keeps_states=bool(states))
     except (RuntimeError, NotImplementedError):  # of the meta device; ours are no RuntimeErrors
-        return network
+        pass
     except UnsupportedModelError:
         raise
     except Exception as error:
-        raise _own_failure(config, error) from error
-    return network
+        raise _own_failure(network.config, error) from error
 
 
 def _own_failure(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:

@@ -45,7 +45,13 @@ from model.errors import (
     shown,
 )
 from model.host import uncollected
-from model.load.architectures import auto_class, check_architecture, check_layers
+from model.load.architectures import (
+    Once,
+    always,
+    auto_class,
+    check_architecture,
+    check_layers,
+)
 from model.load.checkpoint import (
     StoredTensor,
     check_files,
@@ -129,6 +135,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None = None,
     ranks: Ranks | None = None,
+    once: Once = always,
 ) -> LoadedModel:
     """Load a causal language model. Reads every weight once.
 
@@ -138,6 +145,7 @@ def load_model(
         dtype: None: float32 on a CPU, bfloat16 on a GPU.
         ranks: the processes that share it, each of which calls this; they read it one after
             another, so that host memory holds only one whole copy.
+        once: see `check_layers`.
 
     Raises:
         ModelNotFoundError: there is no such model, or it is broken.
@@ -152,7 +160,7 @@ def load_model(
         raise UnsupportedModelError(
             f"tp: wanted weights that can be cut for ranks, those of {name!r} stay in {found.name}"
         )
-    stored, shapes = _check_network(source, config, found)
+    stored, shapes = _check_network(source, config, found, once)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cuts: Mapping[str, Cut] = {}
@@ -430,7 +438,7 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
 
 @uncollected()
 def _check_network(
-    source: _Source, config: PreTrainedConfig, found: Format | None
+    source: _Source, config: PreTrainedConfig, found: Format | None, once: Once
 ) -> tuple[Mapping[str, StoredTensor], list[str]]:
     """Refuse what cannot run, or does not match its files, before memory is allocated.
 
@@ -440,7 +448,7 @@ def _check_network(
     """
     path = source.path("config.json")
     try:
-        network = check_layers(config)
+        network = check_layers(config, once)
     except UnsupportedModelError as error:
         cause = error.__cause__
         if source.is_folder and isinstance(cause, Exception) and not isinstance(cause, ModelError):

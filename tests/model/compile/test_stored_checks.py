@@ -5,10 +5,12 @@ import torch
 
 import backends
 from model.compile.stored_checks import pass_once
-from model.errors import UnsupportedModelError
+from model.errors import ModelError, UnsupportedModelError
 from model.forward import network as networks
 from model.forward.network import PagedNetwork
-from tests.model.compile.test_traced_network import switched
+from model.load import architectures
+from model.load.loader import load_model
+from tests.model.compile.test_traced_network import CPU, switched
 from tests.model.networks import build
 
 
@@ -80,3 +82,22 @@ def test_a_second_start_does_not_compare_tokens_alone_again(monkeypatch):
     for _ in range(2):
         PagedNetwork(build("qwen3", 25), backends.get_backend("numba"))
     assert check.count == 1
+
+
+def test_a_second_start_makes_no_pass_without_weights_and_loads_the_same(checkpoint, monkeypatch):
+    find, made = architectures.find_states, []
+    monkeypatch.setattr(architectures, "find_states", lambda *given: made.append(0) or find(*given))
+    one, other = (load_model(str(checkpoint), CPU, once=pass_once).network for _ in range(2))
+    assert len(made) == 1
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    assert all(name == its and torch.equal(left, right) for (name, left), (its, right) in pairs)
+
+
+def test_a_network_that_is_refused_is_refused_by_each_start(folder_of):
+    folder = folder_of(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=7)
+    said = set()
+    for _ in range(2):
+        with pytest.raises(ModelError) as refused:
+            load_model(str(folder), CPU, once=pass_once)
+        said.add(str(refused.value))
+    assert len(said) == 1
