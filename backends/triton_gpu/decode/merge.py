@@ -167,12 +167,17 @@ def _merge_parts(
         keys = keys_a_part(shared[2], shared_chunks, FORM.prefix_tile)
         inside = (s >= shared[0]) & (s < shared[1])
         parts_too = tl.where(inside, (shared[2] + keys - 1) // keys, 0)
+    idle = (count == 0) | (count + parts_too == 1)
+    idle = idle | (tl.program_id(0) * FORM.heads // FORM.num_heads >= query_len)
+    if not CUT.has_shared:  # whole rows are merged by the first of their pieces
+        idle = idle | ((count <= FEWEST_PARTS) & (tl.program_id(2) > 0))
     if FORM.chained:
         gdc_launch_dependents()
+        is_first = (s == 0) & (tl.program_id(0) == 0) & (tl.program_id(2) == 0)
+        if idle & ~is_first:
+            return
         gdc_wait()
-    if (count == 0) | (count + parts_too == 1):
-        return
-    if tl.program_id(0) * FORM.heads // FORM.num_heads >= query_len:
+    if idle:
         return
     rows = FORM.num_heads  # known to the compiler, unless many
     if FORM.many:
@@ -186,7 +191,7 @@ def _merge_parts(
         _merge_many(own, too, out, start, o_stride, FORM)
     elif count > FEWEST_PARTS:
         _merge_many(own, too, out, start, o_stride, FORM)
-    elif tl.program_id(2) == 0:
+    else:
         _merge_few(own, out, start, o_stride, FORM)
 
 
