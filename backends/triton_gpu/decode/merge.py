@@ -36,8 +36,9 @@ WIDE_PROGRAMS = 528
 WIDEST = 256
 PIECE = 64
 """Numbers of a row that a program merges at least, if it has more than WIDEST."""
-FEW_PARTS = 64
-"""Loaded together where there are many sequences, most of which have few."""
+FEW_PARTS = 8
+"""Loaded together, a warp, where there are many sequences, most of which have few, or many rows: of
+programs with fewer registers more find room."""
 FEWEST_PARTS = tl.constexpr(4)
 """Of a sequence that has no more, all rows of a program are merged together, whole."""
 AT_ONCE = 2048
@@ -246,8 +247,8 @@ def plan_merge(
     is_wide = head_dim > WIDEST and (grid.vector == 1 or width > PIECE)
     warps = MANY_WARPS if is_wide or grid.vector >= MANY_SEQS else WARPS
     step = parts_at_once(parts, width, warps)
-    if grid.vector >= MANY_SEQS or shared.chunks:
-        step = min(step, FEW_PARTS)
+    if grid.vector >= MANY_SEQS or most > 1:
+        step = min(step, FEW_PARTS * warps)
     together = min(power_of_two(heads), max(1, AT_ONCE // whole))
     chained = place.can_chain(out.device)
     form = Form(
