@@ -135,8 +135,8 @@ def _load_tiles(
     rest = gl.arange(0, REST, gl.SliceLayout(0, NARROW))[None, :]
     first = begin // TILE * TILE
     key, rest_key = first + lane, first + rest_lane
-    block = load_entries(table, key, begin, end, BLOCK_SIZE, True)
-    rest_block = load_entries(table, rest_key, begin, end, BLOCK_SIZE, True)
+    block = load_entries(table, key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
+    rest_block = load_entries(table, rest_key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
     for i in range((end - first + TILE - 1) // TILE):
         buffer = i % 2
         live = is_within(key, begin, end, HAS_BEGIN=True)
@@ -146,8 +146,8 @@ def _load_tiles(
         rest_at += rest_key % BLOCK_SIZE * LAYER.k_strides[1] + VALUES
         key += TILE
         rest_key += TILE
-        block = load_entries(table, key, begin, end, BLOCK_SIZE, True)
-        rest_block = load_entries(table, rest_key, begin, end, BLOCK_SIZE, True)
+        block = load_entries(table, key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
+        rest_block = load_entries(table, rest_key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
         mbarrier.wait(empty.index(buffer), (i // 2 & 1) ^ 1)
         async_copy.async_copy_global_to_shared(
             c_tiles.index(buffer), cache + at[:, None] + dim, mask=live[:, None]
