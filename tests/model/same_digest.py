@@ -48,8 +48,8 @@ def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, told=lambda _: 
     Args:
         model: on the backend's device.
         backend: of the engines.
-        count: of the requests in batches, and with hits; a fifth of them in the other ways, and a
-            hundredth alone.
+        count: of the requests in batches, and with hits; a fifth of them in the other ways (the
+            longest where they are preempted), and a hundredth alone.
         few_blocks: with so many, requests are preempted.
         at_once: requests of a batch.
         told: is told of each way.
@@ -68,22 +68,22 @@ def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, told=lambda _: 
         engine.prepare()
         return engine
 
-    def same(way, engine, number):
+    def same(way, engine, numbers):
         began = time.perf_counter()
-        found = digests(engine, prompts[:number], params[:number])
-        differ = [n for n, pair in enumerate(zip(found, wanted, strict=False)) if len({*pair}) > 1]
-        assert not differ, f"{way}: {len(differ)} of {number} differ, first {differ[0]}"
-        whole = hashlib.sha256("".join(found).encode()).hexdigest()[:16]
-        told(f"{way}: {number} requests, digest {whole}, {time.perf_counter() - began:.1f} s")
+        found = digests(engine, [prompts[n] for n in numbers], [params[n] for n in numbers])
+        differ = [n for n, one in zip(numbers, found, strict=True) if one != wanted[n]]
+        assert not differ, f"{way}: {len(differ)} of {len(numbers)} differ, first {differ[0]}"
+        told(f"{way}: {len(numbers)} requests are equal, {time.perf_counter() - began:.1f} s")
         return engine.stats
 
     engine, wanted = engine_of(), []
     wanted = digests(engine, prompts, params)
     hit_tokens = engine.stats.num_hit_tokens
-    assert same("again, with hits", engine, count).num_hit_tokens > 2 * hit_tokens
-    some = count // 5
+    told(f"in batches: digest {hashlib.sha256(''.join(wanted).encode()).hexdigest()[:16]}")
+    assert same("again, with hits", engine, range(count)).num_hit_tokens > 2 * hit_tokens
+    some = range(count // 5)
+    long = sorted(range(count), key=lambda n: -params[n].max_tokens)[: count // 5]
     for way, more, did in (
-        ("in batches", {}, lambda _: True),
         ("in chunks", {"max_num_batched_tokens": at_once + 7}, lambda _: True),
         (
             "preempted, recomputed",
@@ -97,9 +97,9 @@ def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, told=lambda _: 
         ),
         ("with drafts", {"drafts": "ngram"}, lambda stats: stats.num_draft_tokens),
     ):
-        stats = same(way, engine_of(**more), some)
+        stats = same(way, engine_of(**more), long if "preempted" in way else some)
         assert did(stats), (way, stats)
-    same("alone", engine_of(max_num_seqs=1), count // 100)
+    same("alone", engine_of(max_num_seqs=1), range(count // 100))
 
 
 def main():

@@ -149,7 +149,7 @@ def compiled(*, src, cache_hit, **_):
         found.append(src.fn.__name__)
 triton.knobs.compilation.listener = compiled
 engine = make_engine(
-    ModelOptions(model="m", backend="triton"), EngineConfig(compile=True), load=loader("qwen3-0.6b")
+    ModelOptions(model="qwen3-0.6b", backend="triton"), EngineConfig(compile=True), load=loader("qwen3-0.6b")
 )
 assert engine.prepare().startswith("compiled"), engine.prepare()
 print("compiled here:", *found)
