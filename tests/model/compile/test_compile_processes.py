@@ -148,9 +148,8 @@ def compiled(*, src, cache_hit, **_):
     if not cache_hit:
         found.append(src.fn.__name__)
 triton.knobs.compilation.listener = compiled
-engine = make_engine(
-    ModelOptions(model="qwen3-0.6b", backend="triton"), EngineConfig(compile=True), load=loader("qwen3-0.6b")
-)
+options = ModelOptions(model="qwen3-0.6b", backend="triton")
+engine = make_engine(options, EngineConfig(compile=True), load=loader(options.model))
 assert engine.prepare().startswith("compiled"), engine.prepare()
 print("compiled here:", *found)
 """
