@@ -111,18 +111,13 @@ def test_the_compiler_starts_its_processes_where_no_piece_is_stored(folder, monk
     piecewise.start_compiler()
     assert not tried
     assert len(started) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(pieces.os, "access", lambda *_: False)  # nothing can be stored
-        piecewise.start_compiler(in_pieces=True)
-    assert not tried
-    assert len(started) == 2
-    others.are_running = True  # each of which has its own
-    piecewise.start_compiler(in_pieces=True)
+    piecewise.start_compiler(in_pieces=True)  # there are too few cores, say
     assert len(tried) == 1
     assert len(started) == 2
-    others.are_running = False
-    piecewise.start_compiler()
-    assert len(started) == 3
+    others.are_running = True
+    piecewise.start_compiler(in_pieces=True)
+    assert len(tried) == 2
+    assert len(started) == 2
     (folder / "a piece").touch()
     piecewise.start_compiler(in_pieces=True)
     assert len(tried) == 1
