@@ -103,6 +103,7 @@ def test_a_second_start_reads_no_source_of_pytorch_and_starts_no_process(folder,
     assert codecache.torch_key is unread
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_the_compiler_starts_its_processes_where_no_piece_is_stored(folder, monkeypatch):
     started, tried = [], []
     others = SimpleNamespace(start=lambda: tried.append(0), are_running=False)
