@@ -119,7 +119,7 @@ def _digest(models: Path) -> str:
     """A name for the sources that decide which names there are. O(files)."""
     facts = []
     for top in (models, models.parent / "utils"):
-        for folder, _, names in os.walk(top):
+        for folder, _, names in os.walk(top, followlinks=True):  # as Transformers does
             for name in names:
                 if name.endswith(".py"):
                     about = os.stat(f"{folder}/{name}")  # noqa: PTH116  # there are thousands

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from model.compile.jobs import Job
 
-_COMMAND = "from model.compile.pieces import serve; serve()"
+_COMMAND = "from model.compile.compile_processes import serve; serve()"
 _MOST = 8  # a network of one kind of layer has 5 different pieces; draws, and steps of few tokens
 _CORES = 2  # of each: for itself, and for other work of the start
 _GPU_BYTES = 3 << 30  # of each: a context, and the arrays on which kernels are timed
@@ -113,9 +113,15 @@ def compile_processes() -> CompileProcesses:
     return CompileProcesses()
 
 
+def serve() -> None:
+    """Be such a process, for pieces and kernels. Never returns."""
+    serve_one(lambda: import_module("model.compile.pieces").prepare())
+
+
 def serve_one(prepare: Callable[[], object]) -> None:
     """Be such a process: prepare for any job, do the one that comes, and end. Never returns."""
-    threading.Thread(target=_end_with_caller, args=(os.getppid(),), daemon=True).start()
+    # Before anything is loaded: the caller may have ended by then.
+    threading.Thread(target=_end_with_caller, args=(int(sys.argv[1]),), daemon=True).start()
     with suppress(Exception):
         prepare()
     stdin = sys.stdin.buffer
@@ -156,14 +162,18 @@ def _num_cores() -> int:
 def _start() -> "subprocess.Popen[bytes]":
     # They compile beside each other: none starts processes of PyTorch's own.
     given = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ, "PYTHONPATH": _path()}
-    return subprocess.Popen(  # noqa: S603  # this very Python
-        [sys.executable, "-P", "-c", _COMMAND],  # -P: what lies here is not imported
+    process = subprocess.Popen(  # noqa: S603  # this very Python
+        # -P: what lies here is not imported
+        [sys.executable, "-P", "-c", _COMMAND, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=given,
         start_new_session=True,  # a group, to be ended as one
     )
+    if process.stdin is not None:  # a small pipe refuses a job
+        os.set_blocking(process.stdin.fileno(), False)
+    return process
 
 
 def _wait(process: "subprocess.Popen[bytes]", until_s: float) -> None:

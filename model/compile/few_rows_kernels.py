@@ -30,6 +30,7 @@ Does not know: layers, caches, batches.
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+import threading
 from collections.abc import Callable, Iterator, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -225,18 +226,26 @@ def multiply(
     return out
 
 
-_noted: dict[str, Callable[[], None]] | None = None
+class _Noting(threading.local):
+    """Launches that this thread notes; None: it makes them."""
+
+    noted: dict[str, Callable[[], None]] | None = None
+
+
+_NOTING = _Noting()
 
 
 @contextmanager
 def noting() -> Iterator[ValuesView[Callable[[], None]]]:
-    """List launches, each kind once, instead of making them: results hold anything. One thread."""
-    global _noted  # noqa: PLW0603  # functions in a graph are given nothing else
-    noted = _noted = {}
+    """List launches, each kind once, instead of making them: results hold anything.
+
+    Only of this thread: another may serve requests.
+    """
+    noted = _NOTING.noted = {}
     try:
         yield noted.values()
     finally:
-        _noted = None
+        _NOTING.noted = None
 
 
 def _launch(
@@ -245,11 +254,11 @@ def _launch(
     *given: Any,  # noqa: ANN401  # of any kernel
     **options: Any,  # noqa: ANN401
 ) -> None:
-    if _noted is None:
+    if _NOTING.noted is None:
         globals()[name][grid](*given, **options)
         return
     looks = [(each.shape, each.dtype) if isinstance(each, Tensor) else each for each in given]
-    _noted.setdefault(str((name, looks)), partial(_launch_alone, name, grid, given, options))
+    _NOTING.noted.setdefault(str((name, looks)), partial(_launch_alone, name, grid, given, options))
 
 
 def _launch_alone(

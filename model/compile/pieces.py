@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from model.compile.compile_processes import PIECES, CompileProcesses, serve_one
+from model.compile.compile_processes import PIECES, CompileProcesses
 from model.compile.stored_files import cache_dir, read_file, write_file
 
 _log = logging.getLogger(__name__)
@@ -165,12 +165,7 @@ def _saved(
         return saved.read_bytes(), limits
 
 
-def serve() -> None:
-    """Be a process that compiles something; see `compile_processes.py`. Never returns."""
-    serve_one(_prepare)
-
-
-def _prepare() -> None:
+def prepare() -> None:
     """Load the compiler, all that it loads for its first piece, and its processes."""
     start_processes()
     import_module("torch._inductor.compile_fx")

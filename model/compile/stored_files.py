@@ -20,14 +20,19 @@ _UNREAD_S = 60 * 24 * 3600
 
 def cache_dir() -> Path:
     """Where files are kept for later starts: `KVCORE_CACHE_DIR`, or `~/.cache/kvcore`. O(1)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without one: nothing is found there, or stored
+        home = Path(os.devnull)
+    base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
     return Path(os.environ.get("KVCORE_CACHE_DIR") or Path(base) / "kvcore")
 
 
 def has_stored(folder: str) -> bool:
     """Whether an earlier start has left files in this folder of `cache_dir()`. O(1)."""
     with suppress(OSError):
-        return any(True for _ in (cache_dir() / folder).iterdir())
+        # A name with a dot is half a file, which a process has left that was ended.
+        return any(not each.name.startswith(".") for each in (cache_dir() / folder).iterdir())
     return False
 
 

@@ -77,10 +77,13 @@ def create_app(
     )
     app.state.metrics = metrics
 
+    describing = asyncio.Lock()
+
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> JSONResponse:
-        """It is long, and kept: no start waits for it."""
-        return JSONResponse(await asyncio.to_thread(app.openapi))
+        """It is long, made once, and kept: no start waits for it."""
+        async with describing:
+            return JSONResponse(await asyncio.to_thread(app.openapi))
 
     for router in routers:
         app.include_router(router)

@@ -16,13 +16,13 @@ from model.cli.imports import _looking_up
 SOURCE = '__all__ = ["{name}"]\n'
 OPENED = """
 import sys
-from model.cli.imports import importing
+from model.cli import imports
 opened = []
 sys.addaudithook(lambda event, given: opened.append(given[0]) if event == "open" else None)
-with importing():
+with imports.importing():
     from transformers.models.qwen3 import Qwen3Config
 print(sum("/models/" in str(path) and str(path).endswith(".py") for path in opened))
-print(Qwen3Config.model_type, sum("Finder" in str(each) for each in sys.meta_path))
+print(Qwen3Config.model_type, any(type(each) is imports._Finder for each in sys.meta_path))
 """
 
 
@@ -84,10 +84,15 @@ def test_all_is_read_once_for_all_starts_until_a_file_changes(folder, cache_dir)
     (folder / "a/deeper/c.py").write_text(SOURCE.format(name="Deep"))
     assert "Deep" in names(_looking_up(find, folder)(folder))
     assert find.count == 3
+    (folder.parent / "elsewhere").mkdir()
+    (folder / "linked").symlink_to(folder.parent / "elsewhere")
+    (folder.parent / "elsewhere/d.py").write_text(SOURCE.format(name="Linked"))
+    assert "Linked" in names(_looking_up(find, folder)(folder))
+    assert find.count == 4
     for stored in (cache_dir / "names").iterdir():
         stored.write_bytes(stored.read_bytes()[:-1])
     assert "Deep" in names(_looking_up(find, folder)(folder))
-    assert find.count == 4
+    assert find.count == 5
 
 
 def test_names_that_cannot_be_stored_are_found(folder, monkeypatch):
@@ -105,4 +110,4 @@ def test_a_second_start_reads_no_source_of_a_model():
     assert int(first[0]) > 1000
     assert int(second[0]) < 20  # the packages that are imported read themselves
     assert second[1] == "qwen3"
-    assert first[2] == second[2]
+    assert first[2] == second[2] == "False"

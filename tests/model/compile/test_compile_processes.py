@@ -1,5 +1,6 @@
 """Processes that compile pieces: what they leave is what the caller runs, and they always end."""
 
+import fcntl
 import os
 import pickle
 import signal
@@ -204,6 +205,41 @@ def test_none_outlives_its_caller_or_leaves_a_process(processes, tmp_path):
     assert all(map(ends, [*mine, int((tmp_path / "pid").read_text())]))
     processes.start()
     assert not processes.are_running
+
+
+@pytest.mark.parametrize("ends_at_once", [False, True])
+def test_none_loads_what_its_job_needs_after_its_caller_has_ended(tmp_path, ends_at_once):
+    unending = "from model.compile.compile_processes import serve_one; import time; "
+    unending += f"open({str(tmp_path / 'begun')!r}, 'w'); serve_one(lambda: time.sleep(1000))"
+    code = (
+        f"import os, time; os.environ['KVCORE_CACHE_DIR'] = {str(tmp_path / 'cache')!r}\n"
+        "import model.compile.compile_processes as own\n"
+        f"own._num_processes = lambda: 1; own._COMMAND = {unending!r}\n"
+        "p = own.CompileProcesses(); p.start(); print(p._all[0].pid, flush=True)\n"
+        f"time.sleep(0 if {ends_at_once} else 1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as caller:
+        pid = int(caller.stdout.readline())
+        while not ends_at_once and not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        caller.kill()
+    assert ends(pid)
+
+
+def test_a_pipe_that_holds_little_refuses_a_job_of_a_process_that_does_not_read(processes):
+    processes.start()
+    first, _ = processes._all
+    os.kill(first.pid, signal.SIGSTOP)
+    fcntl.fcntl(first.stdin, fcntl.F_SETPIPE_SZ, 4096)  # what a user of many pipes gets
+    assert processes.submit(partial(print, "x" * 50_000), CPU) is None
+    processes.close()
+    assert ends(first.pid)
+
+
+def test_half_a_piece_is_none(processes, tmp_path):
+    (tmp_path / PIECES).mkdir()
+    (tmp_path / PIECES / ".a piece.0011").touch()
+    assert not has_stored(PIECES)
 
 
 def test_a_graph_arrives_as_it_was(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import backends
+from model.compile import stored_files
 from model.compile.stored_checks import pass_once
 from model.errors import ModelError, UnsupportedModelError
 from model.forward import network as networks
@@ -49,6 +50,32 @@ def test_a_network_that_differs_is_checked():
     changed.model.layers[1].mlp.forward = torch.nn.Identity().forward
     pass_once(changed, check, 100)
     assert check.count == 5
+
+
+def test_weights_that_begin_alike_are_of_two_checkpoints():
+    check = Check()
+    for number in (0, 1):
+        network = switched(build("llama", 3))
+        with torch.no_grad():
+            network.lm_head.weight[1:].add_(number)
+        pass_once(network, check)
+    assert check.count == 2
+
+
+def test_a_user_without_a_home_has_every_check(monkeypatch):
+    for name in ("KVCORE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(stored_files.Path, "home", home)
+    check = Check()
+    for _ in range(2):
+        pass_once(switched(build("llama", 3)), check)
+    assert check.count == 2
+    assert not stored_files.has_stored("checks")
+    assert not stored_files.can_store("checks")
 
 
 def test_a_failure_is_not_stored_nor_is_a_check_that_changes_the_network(folder):
