@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -44,7 +44,7 @@ MOST_CHILDREN = 16
 """Each takes some 150 MB, and its assembler as much."""
 PATIENCE_S = 60.0
 """How long none of them finishes a call before the caller goes on without them."""
-JOB_S = 600.0
+JOB_S = 180.0
 """How long a helper waits for a warm-up that is expected: weights load meanwhile."""
 SOON_S = 0.15
 """A call that takes longer compiles a kernel: reading one from disk takes a few hundredths."""
@@ -54,14 +54,17 @@ Calls = Callable[[Place], Sequence[Callable[[], object]]]
 """What makes calls that launch kernels at a place; for another process to find by its name."""
 
 
-_expecting: "list[subprocess.Popen[bytes]]" = []
+@cache
+def expecting() -> "list[subprocess.Popen[bytes]]":
+    """Helpers of this process that wait for a warm-up: one at most. O(1)."""
+    return []
 
 
 def expect() -> None:
     """Start the helper of a `make` to come, if no kernel is on disk: it loads Triton. O(1)."""
     with suppress(Exception):  # no Python, no processes: the caller compiles
-        if not _expecting and not _has_kernels():
-            _expecting.append(_start())
+        if not expecting() and not _has_kernels():
+            expecting().append(_start())
 
 
 def _has_kernels() -> bool:
@@ -132,7 +135,7 @@ class _Compilers:
 
     def _is_needed(self) -> bool:
         """Whether a call takes long; waits for one, unless no kernel was on disk."""
-        made = -1 if _has_kernels() and not _expecting else self.num_made
+        made = -1 if _has_kernels() and not expecting() else self.num_made
         while made != self.num_made:
             made = self.num_made
             if self._is_over.wait(SOON_S):
@@ -181,8 +184,8 @@ class _Compilers:
 
 def _expected() -> "subprocess.Popen[bytes] | None":
     """The helper that was started before, if it still waits."""
-    while _expecting:
-        helper = _expecting.pop()
+    while expecting():
+        helper = expecting().pop()
         if helper.poll() is None:
             return helper
         with helper:  # closes the pipes

@@ -11,7 +11,7 @@ caller, or has memory of the GPU after `close`.
 
 Importing this imports no torch.
 
-Does not know: what a job compiles, and how, which file it is kept in.
+Does not know: what a job compiles, or where it stores the result.
 """
 
 import os

@@ -171,11 +171,10 @@ class PiecewiseNetwork(TracedNetwork):
                         self._few_logits(self._few, count)
         finally:
             self._is_submitting = False
-        launches = [*noted]
-        halves = (launches[::2], launches[1::2]) if launches else ()
-        waits = [processes.submit(partial(do_all, half), device) for half in halves]
-        for piece in self.pieces:
-            piece.processes = None
+            for piece in self.pieces:
+                piece.processes = None
+        halves = [*noted][::2], [*noted][1::2]
+        waits = [processes.submit(partial(do_all, half), device) for half in halves if half]
         for wait in filter(None, waits):
             wait()
 

@@ -328,7 +328,7 @@ class PagedNetwork:
             self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
 
     def warm_up_draws(self) -> None:
-        """Compile the kernels of all draws, if possible in another process: some seconds."""
+        """Compile the kernels of all draws: seconds, in another process if one waits."""
         passes = passes_for(self.device.type)
         warm_up = partial(passes.warm_up, self.vocab_size, self._network.dtype, self.device)
         processes = compile_processes()

@@ -37,7 +37,7 @@ from model.load.probes import probe_layers
 from model.load.recurrence import find_states
 
 Once = Callable[[PreTrainedModel, Callable[[], None]], None]
-"""Runs a check of a network, or knows that it passes."""
+"""Runs a check of a network, unless an equal network has passed it."""
 
 _SERVED = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _SERVED |= {"compressed_sparse_attention", "heavily_compressed_attention"}

@@ -79,7 +79,7 @@ def create_app(
 
     describing = asyncio.Lock()
 
-    @app.get("/openapi.json", include_in_schema=False)
+    @app.api_route("/openapi.json", methods=["GET", "HEAD"], include_in_schema=False)
     async def described() -> JSONResponse:
         """It is long, made once, and kept: no start waits for it."""
         async with describing:

@@ -166,9 +166,9 @@ def expected(tmp_path, monkeypatch):
     for interpreting in (True, False, False):
         where = place.Place(interpreting=interpreting)
         backend.TritonBackend(where).warmup((), max_num_seqs=1, max_query_len=1)
-    [helper] = ahead._expecting
+    [helper] = ahead.expecting()
     yield helper
-    ahead._expecting.clear()
+    ahead.expecting().clear()
     helper.kill()
     with helper:
         pass
@@ -184,7 +184,7 @@ def test_a_helper_that_was_expected_compiles_if_it_still_waits(
     else:
         monkeypatch.setattr(ahead, "_start", None)
     assert all_are_waited_for(made(tmp_path, "compiles"))
-    assert not ahead._expecting
+    assert not ahead.expecting()
     assert expected.poll() is not None
 
 
@@ -197,7 +197,7 @@ def test_calls_that_end_before_a_helper_is_asked_end_the_one_that_was_expected(
     compilers = idle()
     compilers._end()
     compilers._run()
-    assert not ahead._expecting
+    assert not ahead.expecting()
     assert expected.returncode is not None
 
 
@@ -205,7 +205,7 @@ def test_none_is_expected_where_kernels_are_on_disk(tmp_path, helpers):
     (tmp_path / "kernels/of another start").mkdir(parents=True)
     ahead.expect()
     assert helpers.empty()
-    assert not ahead._expecting
+    assert not ahead.expecting()
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -214,7 +214,7 @@ def test_a_helper_that_is_never_asked_ends(tmp_path, waits):
         "from backends.triton_gpu import ahead; import sys\n"
         f"ahead.JOB_S = 0.0; ahead._COMMAND = 'from backends.triton_gpu import ahead; "
         f"ahead.JOB_S = {0.0 if waits else 600.0}; ahead.main()'\n"
-        "ahead.expect(); [helper] = ahead._expecting\n"
+        "ahead.expect(); [helper] = ahead.expecting()\n"
         f"print(helper.wait() if {waits} else helper.pid, flush=True)"
     )
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

@@ -122,7 +122,7 @@ def check_noted():
     """Launches that are noted are not made, each kind is there once, and any process can make it.
 
     Raises:
-        AssertionError: so it is not.
+        AssertionError: one is made, listed twice, or missing.
     """
     weight, launched = torch.ones(8, 64), []
     kernel = few_rows_kernels._multiply

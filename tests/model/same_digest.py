@@ -30,9 +30,9 @@ def requests(count, vocab_size, longest):
             prompt = prompt[:20] * 3
         prompts.append(prompt)
         drawn = {"temperature": 0.9, "top_p": 0.95, "seed": number} if number % 4 else {}
-        told = {"logprobs": 2} if number % 5 == 0 else {}
+        shown = {"logprobs": 2} if number % 5 == 0 else {}
         most = 4 + number % 61
-        params.append(SamplingParams(max_tokens=most, ignore_eos=True, **drawn, **told))
+        params.append(SamplingParams(max_tokens=most, ignore_eos=True, **drawn, **shown))
     return prompts, params
 
 
@@ -42,7 +42,7 @@ def digests(engine, prompts, params):
     return [hashlib.sha256(repr(one.tokens).encode()).hexdigest() for one in done]
 
 
-def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, told=lambda _: None, **fields):
+def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, report=lambda _: None, **fields):
     """Compute requests in batches, with hits, in chunks, preempted, drafted, alone; one digest.
 
     Args:
@@ -52,7 +52,7 @@ def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, told=lambda _: 
             longest where they are preempted), and a hundredth alone.
         few_blocks: with so many, requests are preempted.
         at_once: requests of a batch.
-        told: is told of each way.
+        report: is called with a line about each way.
         fields: of every engine.
 
     Raises:
@@ -73,18 +73,22 @@ def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, told=lambda _: 
         found = digests(engine, [prompts[n] for n in numbers], [params[n] for n in numbers])
         differ = [n for n, one in zip(numbers, found, strict=True) if one != wanted[n]]
         assert not differ, f"{way}: {len(differ)} of {len(numbers)} differ, first {differ[0]}"
-        told(f"{way}: {len(numbers)} requests are equal, {time.perf_counter() - began:.1f} s")
+        report(f"{way}: {len(numbers)} requests are equal, {time.perf_counter() - began:.1f} s")
         return engine.stats
 
     engine, wanted = engine_of(), []
     wanted = digests(engine, prompts, params)
     hit_tokens = engine.stats.num_hit_tokens
-    told(f"in batches: digest {hashlib.sha256(''.join(wanted).encode()).hexdigest()[:16]}")
+    report(f"in batches: digest {hashlib.sha256(''.join(wanted).encode()).hexdigest()[:16]}")
     assert same("again, with hits", engine, range(count)).num_hit_tokens > 2 * hit_tokens
     some = range(count // 5)
     long = sorted(range(count), key=lambda n: -params[n].max_tokens)[: count // 5]
     for way, more, did in (
-        ("in chunks", {"max_num_batched_tokens": at_once + 7}, lambda _: True),
+        (
+            "in chunks",
+            {"max_num_batched_tokens": at_once + 7},
+            lambda _: max(len(prompts[n]) for n in some) > 2 * (at_once + 7),
+        ),
         (
             "preempted, recomputed",
             {"num_blocks": few_blocks, "swap_memory_bytes": 0},
@@ -106,8 +110,8 @@ def main():
     """On a GPU, with random weights."""
     kind = "qwen3-0.6b"
     model, backend = start(kind, "triton", "bfloat16", load=loader(kind))
-    told = functools.partial(print, flush=True)
-    check(model, backend, 10_000, few_blocks=600, num_blocks=4000, told=told)
+    report = functools.partial(print, flush=True)
+    check(model, backend, 10_000, few_blocks=600, num_blocks=4000, report=report)
 
 
 if __name__ == "__main__":

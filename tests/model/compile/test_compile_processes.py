@@ -141,10 +141,10 @@ from model.control.config import EngineConfig
 from tests.bench.engine.networks import loader
 
 found, compile_piece = [], pieces._compile
-def told(*given):
+def noted(*given):
     found.append("a piece")
     return compile_piece(*given)
-pieces._compile = told
+pieces._compile = noted
 def compiled(*, src, cache_hit, **_):
     if not cache_hit:
         found.append(src.fn.__name__)
@@ -171,11 +171,11 @@ def test_a_start_on_a_gpu_leaves_compilers_to_other_processes(tmp_path):
     assert set(line.split()[2:]) <= quick, line
 
 
-def test_what_no_process_can_be_told_is_refused(processes):
+def test_what_no_process_can_be_noted_is_refused(processes):
     assert processes.submit(partial(print, "none has started"), CPU) is None
     processes.start()
-    for untold in (lambda: None, torch.zeros(4)[1:], "x" * 100_000):
-        assert processes.submit(partial(print, untold), CPU) is None
+    for unnoted in (lambda: None, torch.zeros(4)[1:], "x" * 100_000):
+        assert processes.submit(partial(print, unnoted), CPU) is None
     assert len(processes._waiting) == 2
 
 
@@ -299,7 +299,7 @@ def test_a_folder_that_may_not_be_read_costs_time_alone(processes, monkeypatch):
     assert len(asked) == 1
 
 
-def test_none_starts_processes_of_its_own_unless_told_to(processes, monkeypatch):
+def test_none_starts_processes_of_its_own_unless_noted_to(processes, monkeypatch):
     seen = []
     monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: seen.append(env))
     for said in (None, "7"):

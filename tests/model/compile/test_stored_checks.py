@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import backends
-from model.compile import stored_files
+from model.compile import stored_checks, stored_files
 from model.compile.stored_checks import pass_once
 from model.errors import ModelError, UnsupportedModelError
 from model.forward import network as networks
@@ -128,3 +128,27 @@ def test_a_network_that_is_refused_is_refused_by_each_start(folder_of):
             load_model(str(folder), CPU, once=pass_once)
         said.add(str(refused.value))
     assert len(said) == 1
+
+
+def test_a_network_with_other_buffers_or_beside_other_sources_is_checked_again(monkeypatch):
+    check = Check()
+    network = switched(build("llama", 3))
+    pass_once(network, check)
+    next(iter(network.buffers())).add_(1)
+    pass_once(network, check)
+    assert check.count == 2
+    monkeypatch.setattr(stored_checks, "_sources", lambda: [("a module", 1, 2)])
+    pass_once(network, check)
+    assert check.count == 3
+
+
+def test_a_network_of_unknown_tensors_is_always_checked(folder, monkeypatch):
+    def fails(_):
+        raise NotImplementedError("double")
+
+    monkeypatch.setattr(stored_checks, "_some_numbers", fails)
+    check = Check()
+    for _ in range(2):
+        pass_once(switched(build("llama", 3)), check)
+    assert check.count == 2
+    assert not folder.exists()
