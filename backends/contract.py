@@ -462,6 +462,9 @@ class Backend(Protocol):
         For batches of up to `max_num_seqs` sequences of up to `max_query_len` query tokens, in
         tensors aligned to 16 bytes. Takes seconds to minutes, less where compiled kernels are found
         on disk. Leaves every byte of the caches as it is.
+
+        Layers need not be known: without any, a backend may start, beside other work, what a call
+        with layers will need. O(1).
         """
         ...
 

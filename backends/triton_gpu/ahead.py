@@ -6,9 +6,10 @@ Triton once and forks; each of its children makes its share of the caller's call
 without memory, as if on the caller's GPU, which none of them touches: a launch compiles the kernel
 and ends there. What is compiled lies on disk, where Triton finds it when the caller makes the call.
 
-Decides which process compiles what, when the helper starts (at once; if kernels are on disk, when a
-call takes long), and how it and its caller communicate. Invariants: a helper that fails, hangs or
-is missing costs time and nothing else; no process outlives its caller.
+Decides which process compiles what, when the helper starts (at once, or before that where a warm-up
+is expected; if kernels are on disk, when a call takes long), and how it and its caller communicate.
+Invariants: a helper that fails, hangs or is missing costs time and nothing else; no process
+outlives its caller.
 
 Does not know: which calls there are, what Triton keeps where.
 """
@@ -16,6 +17,7 @@ Does not know: which calls there are, what Triton keeps where.
 import io
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Self
@@ -41,12 +44,30 @@ MOST_CHILDREN = 16
 """Each takes some 150 MB, and its assembler as much."""
 PATIENCE_S = 60.0
 """How long none of them finishes a call before the caller goes on without them."""
+JOB_S = 600.0
+"""How long a helper waits for a warm-up that is expected: weights load meanwhile."""
 SOON_S = 0.15
 """A call that takes longer compiles a kernel: reading one from disk takes a few hundredths."""
 
 
 Calls = Callable[[Place], Sequence[Callable[[], object]]]
 """What makes calls that launch kernels at a place; for another process to find by its name."""
+
+
+_expecting: "list[subprocess.Popen[bytes]]" = []
+
+
+def expect() -> None:
+    """Start the helper of a `make` to come, if no kernel is on disk: it loads Triton. O(1)."""
+    with suppress(Exception):  # no Python, no processes: the caller compiles
+        if not _expecting and not _has_kernels():
+            _expecting.append(_start())
+
+
+def _has_kernels() -> bool:
+    with suppress(OSError):
+        return any(True for _ in Path(triton.knobs.cache.dir).iterdir())
+    return False
 
 
 def make(calls: Calls, place: Place, gpu: Gpu) -> None:
@@ -104,19 +125,18 @@ class _Compilers:
             with self._starting:
                 if self._is_over.is_set():
                     return
-                self._helper = helper = _start()
+                self._helper = helper = _expected() or _start()
         except Exception:  # noqa: BLE001  # no Python, no processes: the caller compiles
             return
         self._listen(helper, job)
 
     def _is_needed(self) -> bool:
-        """Whether a call takes long; waits for one, unless no kernel is on disk."""
-        with suppress(OSError):
-            made = -1 if any(True for _ in Path(triton.knobs.cache.dir).iterdir()) else 0
-            while made != self.num_made:
-                made = self.num_made
-                if self._is_over.wait(SOON_S):
-                    return False
+        """Whether a call takes long; waits for one, unless no kernel was on disk."""
+        made = -1 if _has_kernels() and not _expecting else self.num_made
+        while made != self.num_made:
+            made = self.num_made
+            if self._is_over.wait(SOON_S):
+                return False
         return True
 
     def next_finished(self) -> int | None:
@@ -141,7 +161,7 @@ class _Compilers:
     def _end(self) -> None:
         self._is_over.set()
         with self._starting:
-            helper, self._helper = self._helper, None
+            helper, self._helper = self._helper or _expected(), None
         if helper is None:
             return
         if self.have_begun.is_set() and helper.stdin:
@@ -159,6 +179,17 @@ class _Compilers:
             pass
 
 
+def _expected() -> "subprocess.Popen[bytes] | None":
+    """The helper that was started before, if it still waits."""
+    while _expecting:
+        helper = _expecting.pop()
+        if helper.poll() is None:
+            return helper
+        with helper:  # closes the pipes
+            pass
+    return None
+
+
 def _start() -> "subprocess.Popen[bytes]":
     if not hasattr(os, "fork"):
         raise OSError("this system does not fork")
@@ -174,6 +205,9 @@ def _start() -> "subprocess.Popen[bytes]":
 
 def main() -> None:
     """Run the helper: a job comes from stdin; each call that is compiled becomes a line."""
+    import_module("backends.triton_gpu.backend")  # what a job needs
+    if not select.select([sys.stdin.buffer], [], [], JOB_S)[0]:
+        return
     job: tuple[Gpu, Calls] = pickle.load(sys.stdin.buffer)  # noqa: S301  # from the caller
     gpu, make_calls = job
     triton.runtime.driver.set_active(_Driver(gpu))
@@ -184,6 +218,7 @@ def main() -> None:
     threading.Thread(target=_end_with_caller, args=(children,), daemon=True).start()
     for child in children:
         os.waitpid(child, 0)
+    os._exit(0)  # its caller waits: nothing that is loaded needs to be taken apart
 
 
 def num_children(num_calls: int) -> int:
@@ -238,7 +273,20 @@ class _Elsewhere(Place):
 
     def starter(self, kernel: Kernel, grid: tuple[int, int, int]) -> Callable[..., object]:
         """What compiles a kernel for its arguments."""
-        return partial(kernel.warmup, grid=grid)
+        return partial(_compile, kernel, grid)
+
+
+def _compile(
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    *given: object,
+    **options: Any,  # noqa: ANN401  # of any kernel
+) -> object:
+    compiled: Any = kernel.warmup(*given, grid=grid, **options)
+    with suppress(Exception):  # Triton 3.6 and older: what launches it is compiled too, from C
+        launcher = import_module("triton.backends.nvidia.driver").CudaLauncher
+        launcher(compiled.src, compiled.metadata)
+    return compiled
 
 
 class _Driver:

@@ -47,11 +47,13 @@ def warm_up(
     Args:
         backend_at: the backend's class.
         place: where to call.
-        layers: how layers will call.
+        layers: how layers will call; none: they are not known yet.
         max_num_seqs: the most sequences of a batch.
         max_query_len: the most query tokens of a sequence.
     """
     if not layers:
+        if place.launches:
+            ahead.expect()
         return
     calls = partial(calls_at, backend_at, tuple(layers), max_num_seqs, max_query_len)
     if place.launches:

@@ -1,4 +1,4 @@
-"""What a start can do while Python imports packages: read weights, and make the GPU's context.
+"""What a start does while Python imports packages: weights, the GPU's context, other processes.
 
 Imports take most of a start, and they hold Python's lock. This work does not, so it runs beside
 them on threads of its own.
@@ -19,14 +19,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from model.cli.options import ModelOptions
+from model.compile.compile_processes import compile_processes
+from model.control.config import EngineConfig
 from model.host import Event, Host
 
 _AT_ONCE = 1 << 30
 """Bytes of one call, which does not hold Python's lock."""
 
 
-def begin(options: ModelOptions) -> Event:
+def begin(options: ModelOptions, config: EngineConfig) -> Event:
     """Start all of it, on threads. O(1).
+
+    Args:
+        options: which model on what.
+        config: if it compiles networks, processes that do so start too.
 
     Returns:
         To be set when PyTorch is imported: then one of them goes on with it.
@@ -37,16 +43,28 @@ def begin(options: ModelOptions) -> Event:
         # PyTorch sets it too, later than the driver reads it. Here, because C code on another
         # thread may read the environment while it moves.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-        _start("gpu", partial(_prepare_gpu, has_torch))
+        _start("gpu", partial(_prepare_gpu, has_torch, config))
     return has_torch
 
 
-def _prepare_gpu(has_torch: Event) -> None:
+def may_share_compiling(config: EngineConfig) -> bool:
+    """Whether other processes may compile a network that is not split over ranks. O(1).
+
+    They hold GPU memory, so they must end before free memory is measured, and they know only
+    PyTorch's own operators.
+    """
+    is_measured = config.num_blocks is None and config.kv_memory_bytes is None
+    return config.compile and is_measured and not config.batch_invariant
+
+
+def _prepare_gpu(has_torch: Event, config: EngineConfig) -> None:
     """Make the context, and only then what PyTorch makes on it.
 
     PyTorch would wait for the context with Python's lock, and no import would go on meanwhile.
     """
     open_gpu()
+    if may_share_compiling(config):
+        compile_processes().start()
     has_torch.wait()
     multiply_once()
 
@@ -95,12 +113,13 @@ def open_gpu() -> None:
     """Make the first GPU's context, which PyTorch takes over. Up to a second.
 
     Raises:
-        OSError: there is no driver.
+        OSError: there is no driver, or no GPU.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     gpu, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), 0) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(gpu), 0):
+        raise OSError("there is no GPU")
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
 
 
 def multiply_once() -> None:

@@ -20,8 +20,9 @@ from transformers.utils import logging as transformers_logging
 import backends
 import kvcore
 from model.cli.options import ModelOptions
+from model.cli.prefetch import may_share_compiling
 from model.cli.signals import stopping
-from model.compile.piece_processes import piece_processes
+from model.compile.compile_processes import compile_processes
 from model.compile.piecewise import start_compiler
 from model.compile.stored_checks import pass_once
 from model.control.config import EngineConfig
@@ -100,8 +101,10 @@ def start(
         ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
     with nullcontext() if ranks is None else ranks.detecting_loss(or_fail=True):
         backend = backends.get_backend(backend_name)
+        if config is not None:
+            backend.warmup((), max_num_seqs=1, max_query_len=1)  # begins what the layers need
         if config is not None and compiles(config, backend.device):
-            in_pieces = (num_ranks or 1) == 1 and _in_pieces(config)
+            in_pieces = (num_ranks or 1) == 1 and may_share_compiling(config)
             Host().start_thread("compiler", partial(start_compiler, in_pieces=in_pieces))
         if dtype_name == "auto":
             is_half = backend.device.type == "cuda" and not is_exact
@@ -154,7 +157,7 @@ def make_engine(
         ModelError: there is no such model, or it does not run here.
     """
     with input_errors(), ExitStack() as failed:
-        failed.callback(piece_processes().close)
+        failed.callback(compile_processes().close)
         model, backend = start(
             options.path,
             options.backend,
@@ -188,16 +191,6 @@ def follow(options: ModelOptions, config: EngineConfig) -> int:
         with stopping():  # a signal reaches the one that serves too, which says when it is over
             engine.follow()
     return 0
-
-
-def _in_pieces(config: EngineConfig) -> bool:
-    """Whether the pieces of a network that is not split over ranks may be compiled in parallel.
-
-    The processes that do so hold GPU memory, so they must end before free memory is measured, and
-    they know only PyTorch's own operators.
-    """
-    is_measured = config.num_blocks is None and config.kv_memory_bytes is None
-    return is_measured and not config.batch_invariant
 
 
 def _choose_threads(model: LoadedModel) -> None:

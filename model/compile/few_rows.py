@@ -14,13 +14,15 @@ Does not know: which architecture it is.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 import model.compile
+from model.compile.jobs import Job
 
 
 class Kernels(NamedTuple):
@@ -29,10 +31,12 @@ class Kernels(NamedTuple):
     Attributes:
         multiply: see `few_rows_kernels.multiply`.
         attend_rotated: see `few_rows_kernels.attend_rotated`.
+        noting: see `few_rows_kernels.noting`.
     """
 
     multiply: Callable[..., Tensor]
     attend_rotated: Callable[..., Tensor]
+    noting: Callable[[], AbstractContextManager[Collection[Job]]]
 
 
 _VIEWS = (
@@ -61,7 +65,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None
     kernels = model.compile.few_rows_kernels
-    return Kernels(kernels.multiply, kernels.attend_rotated)
+    return Kernels(kernels.multiply, kernels.attend_rotated, kernels.noting)
 
 
 def few_row_sizes(module: fx.GraphModule) -> tuple[int, ...]:

@@ -23,13 +23,17 @@ added) is not rounded here, so results are close, but not bit-identical. On a Ho
 starts while the previous kernel of the stream still runs, and reads its weight, which no kernel
 writes, before it waits for the rows.
 
+A start lets other processes compile them: within `noting` launches are listed, not made.
+
 Does not know: layers, caches, batches.
 """
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, ValuesView
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,11 +217,52 @@ def multiply(
     tensors = [x.contiguous(), weight] + [x if one is None else one for one in (scale, bias)]
     tensors += [x if residual is None else residual.contiguous(), out]
     does = (scale is not None, is_gated, bias is not None, residual is not None)
-    _multiply[triton.cdiv(count, cut.tile),](
+    _launch(
+        "_multiply", (triton.cdiv(count, cut.tile),),
         *tensors, eps, rows, width, count, *does, cut.tile, cut.step, cut.stages, overlaps,
         num_warps=cut.warps, **options,
     )  # fmt: skip
     return out
+
+
+_noted: dict[str, Callable[[], None]] | None = None
+
+
+@contextmanager
+def noting() -> Iterator[ValuesView[Callable[[], None]]]:
+    """List launches, each kind once, instead of making them: results hold anything. One thread."""
+    global _noted  # noqa: PLW0603  # functions in a graph are given nothing else
+    noted = _noted = {}
+    try:
+        yield noted.values()
+    finally:
+        _noted = None
+
+
+def _launch(
+    name: str,
+    grid: tuple[int, ...],
+    *given: Any,  # noqa: ANN401  # of any kernel
+    **options: Any,  # noqa: ANN401
+) -> None:
+    if _noted is None:
+        globals()[name][grid](*given, **options)
+        return
+    looks = [(each.shape, each.dtype) if isinstance(each, Tensor) else each for each in given]
+    _noted.setdefault(str((name, looks)), partial(_launch_alone, name, grid, given, options))
+
+
+def _launch_alone(
+    name: str, grid: tuple[int, ...], given: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Launch where the tensors are not: on others that look like them."""
+    values = [
+        torch.empty(each.shape, dtype=each.dtype, device=each.device)
+        if isinstance(each, Tensor)
+        else each
+        for each in given
+    ]
+    _launch(name, grid, *values, **options)
 
 
 def _overlap(tensor: Tensor, *, overlapping: bool | None) -> tuple[bool, dict[str, Any]]:
@@ -309,7 +354,8 @@ def rotate(
     overlaps, options = _overlap(product, overlapping=overlapping)
     out = torch.empty((num_tokens, heads, dim), dtype=product.dtype, device=product.device)
     scales = [cos if one is None else one for one in (q_scale, k_scale)]
-    _rotate[num_tokens, heads](
+    _launch(
+        "_rotate", (num_tokens, heads),
         product, cos.contiguous(), sin.contiguous(), *scales, out, eps, product.shape[2],
         num_q_heads, heads, dim, dim // 2, triton.next_power_of_2(dim // 2), q_scale is not None,
         overlaps, num_warps=1, **options,

@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from model.compile.piece_processes import PieceProcesses, serve_one
+from model.compile.compile_processes import PIECES, CompileProcesses, serve_one
 from model.compile.stored_files import cache_dir, read_file, write_file
 
 _log = logging.getLogger(__name__)
@@ -72,8 +72,9 @@ class Piece(nn.Module):
         self._backend = backend
         self._marks = False
         self._run: Callable[..., Sequence[Tensor]] | None = None
+        self._is_submitted = False
         self._wait: Callable[[], None] | None = None
-        self.processes: PieceProcesses | None = None
+        self.processes: CompileProcesses | None = None
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Compute the piece; the first call compiles it. O(1) beside it."""
@@ -92,13 +93,15 @@ class Piece(nn.Module):
         """Stop marking dimensions: all compilation is done."""
         self._marks = False
 
-    def _submit(self, inputs: Sequence[Tensor], processes: PieceProcesses) -> None:
-        if self._wait is None and self._backend == "inductor":
-            with suppress(OSError):  # a folder that may not be read
-                path = _path(self._module, inputs, self._sized)
-                if not path.exists():
-                    job = partial(_store, path, self._module, inputs, self._sized)
-                    self._wait = processes.submit(job)
+    def _submit(self, inputs: Sequence[Tensor], processes: CompileProcesses) -> None:
+        if self._is_submitted or self._backend != "inductor":
+            return
+        self._is_submitted = True  # or refused: once
+        with suppress(OSError):  # a folder that may not be read
+            path = _path(self._module, inputs, self._sized)
+            if not path.exists():
+                job = partial(_store, path, self._module, inputs, self._sized)
+                self._wait = processes.submit(job, inputs[0].device)
 
     def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         is_kept = self._backend == "inductor"
@@ -116,27 +119,9 @@ class Piece(nn.Module):
         return torch.compile(self._module, backend=self._backend, options=options, fullgraph=True)
 
 
-def has_stored_pieces() -> bool:
-    """Whether an earlier start has stored pieces, of this network or another. O(1)."""
-    with suppress(OSError):
-        return any(True for _ in _folder().iterdir())
-    return False
-
-
-def can_store_pieces() -> bool:
-    """Whether the folder can be written; if not, what others compile is not found. O(1)."""
-    with suppress(OSError):
-        _folder().mkdir(parents=True, exist_ok=True)
-    return os.access(_folder(), os.W_OK | os.X_OK)
-
-
 def start_processes() -> None:
     """Start the processes that PyTorch compiles in, each of which loads PyTorch; once. O(1)."""
     import_module("torch._inductor.async_compile").maybe_warm_pool()
-
-
-def _folder() -> Path:
-    return cache_dir() / "pieces"
 
 
 def _kept(
@@ -163,8 +148,6 @@ def _store(
     path: Path, module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
 ) -> None:
     """Compile a piece and write its file."""
-    if inputs[0].device.type == "cuda":
-        torch.cuda.set_device(inputs[0].device)
     if path != _path(module, inputs, sized):
         raise ValueError("wanted the settings of the caller, which are part of the name")
     content, limits = _saved(module, inputs, sized)
@@ -183,7 +166,7 @@ def _saved(
 
 
 def serve() -> None:
-    """Be a process that compiles one piece; see `piece_processes.py`. Never returns."""
+    """Be a process that compiles something; see `compile_processes.py`. Never returns."""
     serve_one(_prepare)
 
 
@@ -203,7 +186,7 @@ def _prepare() -> None:
 def _path(
     module: fx.GraphModule, inputs: Sequence[Tensor], sized: Sequence[Mapping[int, int]]
 ) -> Path:
-    return _folder() / _digest(module, inputs, sized)
+    return cache_dir() / PIECES / _digest(module, inputs, sized)
 
 
 def _digest(
@@ -219,8 +202,9 @@ def _digest(
     for tensor, dims in zip(inputs, sized, strict=True):
         shape, stride = [*tensor.shape], [*tensor.stride()]
         looks.append((shape, stride, tensor.dtype, str(tensor.device), dims))
-    config = import_module("torch._inductor").config.get_hash()
-    facts = (module.code, looks, str(capability), config, _compilers(), _OPTIONS)
+    config = import_module("torch._inductor").config  # without what does not change the code
+    settings = sorted(config.save_config_portable(ignore_private_configs=False).items())
+    facts = (module.code, looks, str(capability), settings, _compilers(), _OPTIONS)
     own = Path(__file__).read_bytes()
     return hashlib.sha256(repr(facts).encode() + own).hexdigest()
 

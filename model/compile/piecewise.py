@@ -23,6 +23,8 @@ Does not know: what the operations are, which requests a step has.
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +34,7 @@ from torch import Tensor, fx, nn
 import backends
 from kvcore.adapters.recurrent import RecurrentPass
 from model.attention.attention import Attending
+from model.compile.compile_processes import PIECES, compile_processes
 from model.compile.few_rows import (
     FEW_ROWS,
     LEAST_WEIGHT,
@@ -40,8 +43,9 @@ from model.compile.few_rows import (
     few_row_sizes,
     fuse_few_rows,
 )
-from model.compile.piece_processes import piece_processes
-from model.compile.pieces import MOST, Piece, can_store_pieces, has_stored_pieces, start_processes
+from model.compile.jobs import do_all
+from model.compile.pieces import MOST, Piece, start_processes
+from model.compile.stored_files import has_stored
 from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
 from model.errors import UnsupportedModelError
 from model.host import uncollected
@@ -53,12 +57,12 @@ def start_compiler(*, in_pieces: bool = False) -> None:
     Stored pieces need the compiler's modules, but no process.
 
     Args:
-        in_pieces: whether processes may compile a piece each (`piece_processes`).
+        in_pieces: whether processes may compile a piece each (`compile_processes`).
     """
-    if not has_stored_pieces():
-        if in_pieces and can_store_pieces():
-            piece_processes().start()
-        if not piece_processes().are_running:
+    if not has_stored(PIECES):
+        if in_pieces:
+            compile_processes().start()
+        if not compile_processes().are_running:
             start_processes()
     import_module("torch._inductor.compile_fx")
 
@@ -79,6 +83,7 @@ class PiecewiseNetwork(TracedNetwork):
         plain: the traced network.
         few: pieces for steps of few tokens; None: there are none.
         sizes: the numbers of tokens that use `few` after `settle`; before that `FEW_ROWS`.
+        kernels: that steps of few tokens call; None: there are none.
         is_alone: whether the pieces serve all steps; then the caller keeps steps within `limits`.
 
     Attributes:
@@ -91,6 +96,7 @@ class PiecewiseNetwork(TracedNetwork):
         plain: TracedNetwork,
         few: fx.GraphModule | None = None,
         sizes: tuple[int, ...] = (),
+        kernels: Kernels | None = None,
         *,
         is_alone: bool = False,
     ) -> None:
@@ -99,6 +105,7 @@ class PiecewiseNetwork(TracedNetwork):
         self._few = None if few is None else TracedNetwork(few, plain.terms, plain.recurrent)
         self._sizes: tuple[int, ...] = FEW_ROWS
         self._settled_sizes = sizes
+        self._kernels = kernels
         self.limits = (MOST, MOST)
         self._is_alone = is_alone
         self._is_submitting = False
@@ -141,24 +148,36 @@ class PiecewiseNetwork(TracedNetwork):
         return [child for child in children if isinstance(child, Piece)]
 
     def submit(self, run: Callable[[], object]) -> None:
-        """Let other processes compile the pieces, if some wait: else, nothing. A few passes.
+        """Let other processes compile the pieces, and kernels between them. A few passes.
 
-        Nothing attends in these passes, since its kernels may not be there yet.
+        Does nothing if no process waits. Nothing attends in these passes, since its kernels may not
+        be there yet.
 
         Args:
-            run: calls all of them.
+            run: calls all pieces.
         """
-        processes = piece_processes()
-        if processes.can_compile(next(iter(self.module.parameters())).device):
-            for piece in self.pieces:
-                piece.processes = processes
-            self._is_submitting = True
-            try:
+        processes, device = compile_processes(), self._device
+        if not processes.can_compile(device):
+            return
+        for piece in self.pieces:
+            piece.processes = processes
+        self._is_submitting = True
+        noting = nullcontext(()) if self._kernels is None else self._kernels.noting()
+        try:
+            with noting as noted:
                 run()
-            finally:
-                self._is_submitting = False
-            for piece in self.pieces:
-                piece.processes = None
+                if self._few is not None:
+                    for count in FEW_ROWS:
+                        self._few_logits(self._few, count)
+        finally:
+            self._is_submitting = False
+        launches = [*noted]
+        halves = (launches[::2], launches[1::2]) if launches else ()
+        waits = [processes.submit(partial(do_all, half), device) for half in halves]
+        for piece in self.pieces:
+            piece.processes = None
+        for wait in filter(None, waits):
+            wait()
 
     def settle(self) -> None:
         """End compilation: all that will run has run. A few passes of few tokens.
@@ -175,15 +194,21 @@ class PiecewiseNetwork(TracedNetwork):
 
     def _few_are_near(self, few: TracedNetwork) -> bool:
         """Whether steps of few tokens give logits close to the network's, on its own device."""
-        device = next(iter(self.module.parameters())).device
         for count in FEW_ROWS:
-            ids = torch.arange(1, count + 1, device=device)[None] * 7
-            given = (ids, ids * 5, torch.arange(count, device=device), Mixing())
-            with torch.no_grad():
-                wanted, got = (one.logits(*given).float() for one in (self._plain, few))
+            wanted, got = (self._few_logits(one, count).float() for one in (self._plain, few))
             if not (got - wanted).norm() <= _NEAR * wanted.norm():
                 return False
         return True
+
+    def _few_logits(self, network: TracedNetwork, count: int) -> Tensor:
+        """Those of a step of `count` tokens."""
+        ids = torch.arange(1, count + 1, device=self._device)[None] * 7
+        with torch.no_grad():
+            return network.logits(ids, ids * 5, torch.arange(count, device=ids.device), Mixing())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.module.parameters())).device
 
 
 class _NoAttention:
@@ -241,10 +266,10 @@ def compile_piecewise(
         else fuse_few_rows(source, kernels, LEAST_WEIGHT if least is None else least)
     )
     whole = _cut(source, backend, ())
-    cuts = () if kernels is None else tuple(kernels)
+    cuts = () if kernels is None else (kernels.multiply, kernels.attend_rotated)
     if few is None:
         return PiecewiseNetwork(whole, traced, is_alone=is_alone)
-    return PiecewiseNetwork(whole, traced, _cut(few, backend, cuts), few_row_sizes(few))
+    return PiecewiseNetwork(whole, traced, _cut(few, backend, cuts), few_row_sizes(few), kernels)
 
 
 def _cut(

@@ -24,6 +24,20 @@ def cache_dir() -> Path:
     return Path(os.environ.get("KVCORE_CACHE_DIR") or Path(base) / "kvcore")
 
 
+def has_stored(folder: str) -> bool:
+    """Whether an earlier start has left files in this folder of `cache_dir()`. O(1)."""
+    with suppress(OSError):
+        return any(True for _ in (cache_dir() / folder).iterdir())
+    return False
+
+
+def can_store(folder: str) -> bool:
+    """Whether files can be written there; if not, no other process can leave any. O(1)."""
+    with suppress(OSError):
+        (cache_dir() / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return os.access(cache_dir() / folder, os.W_OK | os.X_OK)
+
+
 def read_file(path: Path) -> bytes:
     """What `write_file` has written there. O(its bytes).
 

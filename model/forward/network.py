@@ -29,6 +29,7 @@ from model.attention.rope import rope_switch
 from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
 from model.caches.layout import IndexShape, plan_layout
+from model.compile.compile_processes import compile_processes
 from model.compile.few_rows import kernels_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.stored_checks import pass_once
@@ -323,12 +324,19 @@ class PagedNetwork:
             max_num_seqs: the most sequences of a step.
             max_query_len: the most query tokens of a sequence.
         """
-        self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
+        if calls:
+            self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
 
     def warm_up_draws(self) -> None:
-        """Compile the kernels of all draws: a few seconds at most."""
+        """Compile the kernels of all draws, if possible in another process: some seconds."""
         passes = passes_for(self.device.type)
-        passes.warm_up(self.vocab_size, self._network.dtype, self.device)
+        warm_up = partial(passes.warm_up, self.vocab_size, self._network.dtype, self.device)
+        processes = compile_processes()
+        if self.device.type == "cuda" and processes.can_compile(self.device):
+            wait = processes.submit(warm_up, self.device)
+            if wait is not None:
+                wait()
+        warm_up()
 
     def layer_calls(self) -> tuple[backends.LayerCall, ...]:
         """How the layers call the backend, each kind once. One forward pass of a few tokens.

@@ -37,8 +37,8 @@ import torch
 import backends
 from model.attention.batch import prompt_step
 from model.caches.memory import host_free_bytes
+from model.compile.compile_processes import compile_processes
 from model.compile.few_rows import FEW_ROWS
-from model.compile.piece_processes import piece_processes
 from model.compile.piecewise import start_compiler
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
@@ -87,7 +87,7 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
     # A new thread starts on the first GPU, so it is told which one this thread uses.
     same_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if is_on_gpu else None
     with (
-        closing(piece_processes()),
+        closing(compile_processes()),
         ThreadPoolExecutor(3, initializer=same_gpu) as threads,
     ):
         kernels = (

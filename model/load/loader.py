@@ -26,6 +26,7 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -66,7 +67,6 @@ from model.load.images import (
     NoImages,
     load_images,
 )
-from model.load.placing import place
 from model.load.quantised import (
     Format,
     check_scales,
@@ -171,7 +171,7 @@ def load_model(
         ranks.wait_turn()
         network = _load_network(source, config, dtype, device, stored, shapes, found)
         cuts = shard_network(network, ranks, sums)
-    place(network, device)
+    nn.Module.to(network, device)
     if ranks is not None:
         ranks.end_turn()
         check_cut(network, ranks)

@@ -376,7 +376,7 @@ class GpuPasses:
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """See `Passes`."""
         one = torch.ones((1, 1), device=device)
-        for each in {dtype, torch.float32}:
+        for each in dict.fromkeys((dtype, torch.float32)):
             logits = torch.zeros((1, vocab_size), dtype=each, device=device)
             best = self.most_likely(logits)[0][:, None].float()
             for count in (1, MOST + 1):

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
             sys.exit(follow(options.model, options.engine))
         listener = listen(options.serve)
-        has_torch = prefetch.begin(options.model)
+        has_torch = prefetch.begin(options.model, options.engine)
 
         with importing():
             from model.serve.process import serve

@@ -176,18 +176,17 @@ def check_decode(case, capability):
         copies_16_bytes(made, "LDGSTS")
     assert made.count("HMMA")
     if case.vector or case.alike:
-        many = case.vector >= merge.MANY_SEQS or case.shared
+        warps = merge.MANY_WARPS if case.vector >= merge.MANY_SEQS else merge.WARPS
+        step = merge.parts_at_once(64, head_dim, warps)
+        is_few = case.vector >= merge.MANY_SEQS or case.many
         form = merge.Form(
             cut, head_dim, 8 * group, head_dim, case.many, 1 if case.alike else group,
-            merge.FEW_PARTS if many else merge.parts_at_once(64, head_dim, merge.WARPS),
+            min(step, merge.FEW_PARTS * warps) if is_few else step,
             layer.width, layer.width, min(power_of_two(group), merge.AT_ONCE // layer.width),
             chained, cascade.keys_a_tile(head_dim),
         )  # fmt: skip
-        made = make(
-            merge._merge_parts, capability, case.element, form,
-            num_warps=merge.MANY_WARPS if case.vector >= merge.MANY_SEQS else merge.WARPS,
-        )  # fmt: skip
-        bound(made, registers=255, shared=16 << 10)
+        made = make(merge._merge_parts, capability, case.element, form, num_warps=warps)
+        bound(made, registers=128 if is_few and head_dim <= 128 else 255, shared=16 << 10)
     if case.shared:
         made = make(
             cascade._attend_prefix, capability, case.element,
@@ -257,7 +256,8 @@ def check_hopper_latents(case, layer, room):
     )  # fmt: skip
     copies_16_bytes(made, "LDGSTS")
     assert made.count("HGMMA") == 2 * (36 + 32)  # of both groups: a tile's logits, and sums
-    bound(made, registers=168, shared=room, spills=100 if form.shared else 8)
+    spills = 100 if form.shared else 24 if case.features else 8
+    bound(made, registers=168, shared=room, spills=spills)
 
 
 def check_wide_latents():

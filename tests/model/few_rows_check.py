@@ -5,10 +5,12 @@ A program of its own, because TRITON_INTERPRET has to be set before triton is fi
 
 import itertools
 import sys
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from model.compile import few_rows_kernels, jobs
 from model.compile.few_rows_kernels import Cut, multiply, rotate
 
 SHAPES = (  # width, count, cut
@@ -115,6 +117,39 @@ def check_heads(device, dtypes):
     return count
 
 
+def check_noted():
+    """Launches that are noted are not made, each kind is there once, and any process can make it.
+
+    Raises:
+        AssertionError: so it is not.
+    """
+    weight, launched = torch.ones(8, 64), []
+    kernel = few_rows_kernels._multiply
+    few_rows_kernels._multiply = Launched(launched)
+    with few_rows_kernels.noting() as noted:
+        for rows in (2, 4, 4):
+            multiply(torch.ones(rows, 64), weight)
+        rotate(
+            torch.ones(1, 4, 64), torch.ones(1, 4, 16), torch.ones(1, 4, 16), None, None, 0.1, 2, 1
+        )
+    assert not launched
+    assert len(noted) == 3
+    jobs.run(jobs.write(partial(jobs.do_all, [*noted]), torch.device("cpu")))
+    few_rows_kernels._multiply = kernel
+    made = [[tuple(one.shape) for one in given if torch.is_tensor(one)] for given in launched]
+    assert made == [[(n, 64), (8, 64), *[(n, 64)] * 3, (1, n, 8)] for n in (2, 4)]
+
+
+class Launched(list):
+    """Stands for a kernel: notes its arguments."""
+
+    def __init__(self, launched):
+        self.launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *given, **_: self.launched.append(given)
+
+
 def without_the_last(*given, **how):
     """A planted bug: the last number of each row of the weight is not read."""
     x, weight, *rest = given
@@ -125,6 +160,7 @@ def without_the_last(*given, **how):
 
 def main() -> None:
     """As it is, then with the bug."""
+    check_noted()
     count = check("cpu", (torch.float32,)) + check_heads("cpu", (torch.float32,))
     try:
         check("cpu", (torch.float32,), without_the_last)

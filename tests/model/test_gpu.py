@@ -28,7 +28,7 @@ from model.sample.draw_graphs import DrawGraphs, GraphCapturer, Place, row_terms
 from model.sample.draw_kernels import GpuPasses
 from model.sample.grammars import Grammars
 from model.sample.request_sampler import RequestSampler, log_probabilities
-from tests.model import few_rows_check
+from tests.model import few_rows_check, same_digest
 from tests.model.draw_kernels_check import check
 from tests.model.invariant_check import by_number
 from tests.model.networks import CONFIGS, build, greedy_and_margin
@@ -175,6 +175,10 @@ def test_batch_invariant_compiled_steps_have_the_same_bits_however_they_are_comp
     assert [one.tokens for one in engine.generate(TEXTS, DRAWN)] == single * 2
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_draft_tokens > 0
+
+
+def test_batch_invariant_ten_thousand_requests_have_one_digest():
+    same_digest.main()
 
 
 def test_batch_invariant_the_check_finds_products_that_depend_on_the_number_of_rows(monkeypatch):

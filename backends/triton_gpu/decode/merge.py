@@ -36,8 +36,9 @@ WIDE_PROGRAMS = 528
 WIDEST = 256
 PIECE = 64
 """Numbers of a row that a program merges at least, if it has more than WIDEST."""
-FEW_PARTS = 64
-"""Loaded together where there are many sequences, most of which have few."""
+FEW_PARTS = 8
+"""Loaded together, a warp, where there are many sequences, most of which have few, or many rows: of
+programs with fewer registers more find room."""
 FEWEST_PARTS = tl.constexpr(4)
 """Of a sequence that has no more, all rows of a program are merged together, whole."""
 AT_ONCE = 2048
@@ -167,12 +168,17 @@ def _merge_parts(
         keys = keys_a_part(shared[2], shared_chunks, FORM.prefix_tile)
         inside = (s >= shared[0]) & (s < shared[1])
         parts_too = tl.where(inside, (shared[2] + keys - 1) // keys, 0)
+    idle = (count == 0) | (count + parts_too == 1)
+    idle = idle | (tl.program_id(0) * FORM.heads // FORM.num_heads >= query_len)
+    if not CUT.has_shared:  # whole rows are merged by the first of their pieces
+        idle = idle | ((count <= FEWEST_PARTS) & (tl.program_id(2) > 0))
     if FORM.chained:
         gdc_launch_dependents()
+        is_first = (s == 0) & (tl.program_id(0) == 0) & (tl.program_id(2) == 0)
+        if idle & ~is_first:
+            return
         gdc_wait()
-    if (count == 0) | (count + parts_too == 1):
-        return
-    if tl.program_id(0) * FORM.heads // FORM.num_heads >= query_len:
+    if idle:
         return
     rows = FORM.num_heads  # known to the compiler, unless many
     if FORM.many:
@@ -186,7 +192,7 @@ def _merge_parts(
         _merge_many(own, too, out, start, o_stride, FORM)
     elif count > FEWEST_PARTS:
         _merge_many(own, too, out, start, o_stride, FORM)
-    elif tl.program_id(2) == 0:
+    else:
         _merge_few(own, out, start, o_stride, FORM)
 
 
@@ -241,8 +247,8 @@ def plan_merge(
     is_wide = head_dim > WIDEST and (grid.vector == 1 or width > PIECE)
     warps = MANY_WARPS if is_wide or grid.vector >= MANY_SEQS else WARPS
     step = parts_at_once(parts, width, warps)
-    if grid.vector >= MANY_SEQS or shared.chunks:
-        step = min(step, FEW_PARTS)
+    if grid.vector >= MANY_SEQS or most > 1:
+        step = min(step, FEW_PARTS * warps)
     together = min(power_of_two(heads), max(1, AT_ONCE // whole))
     chained = place.can_chain(out.device)
     form = Form(

@@ -46,6 +46,7 @@ from backends.triton_gpu.shared.softmax import (
     add_sink,
     add_tile,
     is_within,
+    load_entries,
     load_sinks,
     raise_highest,
 )
@@ -118,7 +119,10 @@ def _load_tiles(
     c_tiles: gl.tensor, r_tiles: gl.tensor, full: gl.tensor, empty: gl.tensor,
     LAYER: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy the tiles that hold the keys begin .. end - 1, each into the other buffer."""
+    """Copy the tiles that hold the keys begin .. end - 1, each into the other buffer.
+
+    Entries of the table are loaded a tile ahead.
+    """
     BLOCK_SIZE: gl.constexpr = LAYER.block_size
     TILE: gl.constexpr = c_tiles.shape[1]
     VALUES: gl.constexpr = c_tiles.shape[2]
@@ -130,16 +134,20 @@ def _load_tiles(
     dim = gl.arange(0, VALUES, gl.SliceLayout(0, WIDE))[None, :]
     rest = gl.arange(0, REST, gl.SliceLayout(0, NARROW))[None, :]
     first = begin // TILE * TILE
+    key, rest_key = first + lane, first + rest_lane
+    block = load_entries(table, key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
+    rest_block = load_entries(table, rest_key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
     for i in range((end - first + TILE - 1) // TILE):
         buffer = i % 2
-        key = first + i * TILE + lane
         live = is_within(key, begin, end, HAS_BEGIN=True)
-        block = gl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(gl.int64)
-        at = block * LAYER.k_strides[0] + key % BLOCK_SIZE * LAYER.k_strides[1]
-        rest_key = first + i * TILE + rest_lane
+        at = block.to(gl.int64) * LAYER.k_strides[0] + key % BLOCK_SIZE * LAYER.k_strides[1]
         rest_live = is_within(rest_key, begin, end, HAS_BEGIN=True)
-        block = gl.load(table + rest_key // BLOCK_SIZE, mask=rest_live, other=0).to(gl.int64)
-        rest_at = block * LAYER.k_strides[0] + (rest_key % BLOCK_SIZE * LAYER.k_strides[1] + VALUES)
+        rest_at = rest_block.to(gl.int64) * LAYER.k_strides[0]
+        rest_at += rest_key % BLOCK_SIZE * LAYER.k_strides[1] + VALUES
+        key += TILE
+        rest_key += TILE
+        block = load_entries(table, key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
+        rest_block = load_entries(table, rest_key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
         mbarrier.wait(empty.index(buffer), (i // 2 & 1) ^ 1)
         async_copy.async_copy_global_to_shared(
             c_tiles.index(buffer), cache + at[:, None] + dim, mask=live[:, None]

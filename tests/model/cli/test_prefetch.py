@@ -15,6 +15,7 @@ import pytest
 
 from model.cli import prefetch
 from model.cli.options import ModelOptions
+from model.control.config import EngineConfig
 
 
 @pytest.fixture
@@ -64,26 +65,38 @@ def test_no_torch_is_imported():
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"False\n"
 
 
+CONTEXT = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+LATER = ["waited for PyTorch", "multiplied"]
+
+
 @pytest.mark.parametrize(
-    ("gpus", "asked"),
-    [(0, ["cuInit"]), (1, ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])],
+    ("gpus", "compiles", "wanted"),
+    [
+        (0, True, ["cuInit"]),
+        (1, False, [*CONTEXT, *LATER]),
+        (1, True, [*CONTEXT, "processes that compile", *LATER]),
+    ],
 )
-def test_a_context_is_made_where_there_is_a_gpu_before_pytorch_uses_it(
-    gpus, asked, torch_with_gpus, run_here, monkeypatch
+def test_where_there_is_a_gpu_its_context_and_compilers_come_before_pytorch_uses_it(
+    gpus, compiles, wanted, torch_with_gpus, run_here, monkeypatch
 ):
     driver = Driver(gpus, run_here)
+    started = types.SimpleNamespace(start=lambda: run_here.append("processes that compile"))
+    monkeypatch.setattr(prefetch, "compile_processes", lambda: started)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     fake = types.SimpleNamespace(**{**vars(prefetch.ctypes), "CDLL": lambda _: driver})
     monkeypatch.setattr(prefetch, "ctypes", fake)
-    prefetch.begin(ModelOptions(model=str(torch_with_gpus), backend="triton"))
-    assert run_here == [*asked, "waited for PyTorch", "multiplied"]
+    prefetch.begin(
+        ModelOptions(model=str(torch_with_gpus), backend="triton"), EngineConfig(compile=compiles)
+    )
+    assert run_here == wanted
 
 
 def test_no_thread_changes_the_environment(torch_with_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # as it was, after the test
     monkeypatch.delenv("CUDA_MODULE_LOADING")
     monkeypatch.setattr(prefetch.Host, "start_thread", lambda *_: None)
-    prefetch.begin(ModelOptions(model=str(torch_with_gpus), backend="triton"))
+    prefetch.begin(ModelOptions(model=str(torch_with_gpus), backend="triton"), EngineConfig())
     assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
 
 
@@ -142,7 +155,7 @@ def test_what_cannot_be_read_is_left_to_whoever_needs_it(tmp_path, torch_with_gp
     with pytest.raises(OSError, match="Is a directory"):
         prefetch.read_weights(tmp_path)
     for path in (tmp_path, tmp_path / "nothing", "owner/name", "\ud800"):
-        prefetch.begin(ModelOptions(model=str(path), backend="triton")).set()
+        prefetch.begin(ModelOptions(model=str(path), backend="triton"), EngineConfig()).set()
     for thread in threading.enumerate():
         if thread.name in ("weights", "gpu"):
             thread.join(60)
@@ -151,4 +164,4 @@ def test_what_cannot_be_read_is_left_to_whoever_needs_it(tmp_path, torch_with_gp
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(prefetch.Host, "start_thread", no_threads)
-    prefetch.begin(ModelOptions(model=str(tmp_path)))
+    prefetch.begin(ModelOptions(model=str(tmp_path)), EngineConfig())

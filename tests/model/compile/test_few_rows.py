@@ -1,13 +1,15 @@
 """Steps of few tokens: what stands around a product goes into it, and comes out as it was."""
 
 import operator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import fx
 from torch.nn import functional
 
-from model.compile import few_rows
+from model.compile import few_rows, piecewise
 from model.compile.few_rows import FEW_ROWS, Kernels, few_row_sizes, fuse_few_rows
 from model.compile.piecewise import _joined, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
@@ -24,10 +26,15 @@ class Told:
 
     def __init__(self):
         self.asked = []
+        self.jobs = []
 
     @property
     def kernels(self):
-        return Kernels(self.multiply, self.attend_rotated)
+        return Kernels(self.multiply, self.attend_rotated, self.noting)
+
+    @contextmanager
+    def noting(self):
+        yield self.jobs
 
     def attend_rotated(self, call, layer, *given):
         self.asked.append(("rotates", given[3] is not None))
@@ -115,6 +122,37 @@ def test_four_tokens_have_pieces_of_their_own_only_where_rows_are_short(monkeypa
         pieces.settle()
     assert agree(traced, pieces, inputs(2, [0, 1]))
     assert told.asked
+
+
+def test_other_processes_compile_the_kernels_of_all_steps_of_few_tokens(monkeypatch):
+    torch._dynamo.reset()
+    events = []
+
+    class Noting(Told):
+        @contextmanager
+        def noting(self):
+            self.asked.clear()
+            yield [partial(events.append, number) for number in range(3)]
+            events.append(set(self.asked))
+
+    class Process:
+        def can_compile(self, device):
+            return device == CPU
+
+        def submit(self, job, device):
+            job()
+            return partial(events.append, "is waited for") if len(events) < 4 else None
+
+    monkeypatch.setattr(piecewise, "compile_processes", Process)
+    told = Noting()
+    traced = trace_network(switched(build("llama", 3)), CPU)
+    pieces = compile_piecewise(traced, "eager", told.kernels, least=0)
+    pieces.submit(lambda: pieces.logits(*inputs(4, [0, 1, 3]), None))
+    asked, *rest = events
+    assert rest == [0, 2, 1, "is waited for"]
+    assert len(asked) >= 4
+    assert all(piece.processes is None for piece in pieces.pieces)
+    assert agree(traced, pieces, inputs(4, [0, 1, 3]))
 
 
 def test_a_network_without_large_weights_has_no_steps_of_its_own():

@@ -13,6 +13,7 @@ from model.errors import UnsupportedModelError
 from model.forward.batch_invariant import BatchInvariantNetwork, RowByRow
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
+from tests.model.same_digest import check
 from tests.model.tiny_configs import make_config
 from tests.model.walk import build_network
 
@@ -107,3 +108,26 @@ def test_what_cannot_be_batch_invariant_is_refused():
         torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
     with RowByRow(), pytest.raises(UnsupportedModelError, match="in one addmm"):
         torch.addmm(*torch.ones(3, 2, 2))  # a bias of each row
+
+
+SMALL = {"few_blocks": 20, "at_once": 16, "num_blocks": 300, "block_size": 16}
+
+
+def test_requests_of_mixed_lengths_have_one_digest_however_they_are_computed():
+    check(build("qwen3", 25), backends.get_backend("numba"), 120, **SMALL)
+
+
+def test_the_digest_shows_attention_that_depends_on_the_number_of_tokens():
+    class Depends:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def paged_attention(self, query, cache, batch, terms, *, out=None):
+            out = self.inner.paged_attention(query, cache, batch, terms, out=out)
+            return out.mul_(1 + 1e-3 * (batch.num_seqs % 2))
+
+    with pytest.raises(AssertionError, match=r"of \d+ differ, first"):
+        check(build("qwen3", 25), Depends(backends.get_backend("numba")), 40, **SMALL)

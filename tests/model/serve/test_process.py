@@ -6,7 +6,6 @@ import logging
 import threading
 from types import SimpleNamespace
 
-import httpx
 import pytest
 import uvicorn
 
@@ -122,18 +121,3 @@ def test_a_signal_while_the_model_loads_ends_the_server_without_a_traceback(monk
     run(AsyncEngine(make), monkeypatch, ask)
     ended.set()
     assert not warnings_in(caplog)
-
-
-def test_routes_are_described_when_that_is_asked_for_not_at_a_start(make_engine):
-    engine = AsyncEngine(make_engine)
-    app = create_app(engine, ServeConfig(port=0))
-
-    async def main():
-        async with app.router.lifespan_context(app):
-            await engine.ready()
-            assert app.openapi_schema is None
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-                return (await client.get("/openapi.json")).json()
-
-    assert asyncio.run(main()) == app.openapi_schema

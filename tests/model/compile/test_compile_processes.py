@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,26 +17,31 @@ from torch import fx, nn
 
 from model.cli import start as cli_start
 from model.cli.options import ModelOptions
-from model.compile import piece_processes, pieces, piecewise
-from model.compile.piece_processes import PieceProcesses, _Pickler
+from model.cli.prefetch import may_share_compiling
+from model.compile import compile_processes, pieces, piecewise
+from model.compile.compile_processes import PIECES, CompileProcesses
+from model.compile.jobs import _Pickler
 from model.compile.piecewise import compile_piecewise
+from model.compile.stored_files import has_stored, write_file
 from model.compile.traced_network import trace_network
 from model.control.config import EngineConfig
 from model.errors import ModelNotFoundError
+from model.forward import network
 from tests.model.compile.test_pieces import SIZED, WEIGHT, module, needs_compiler
 from tests.model.compile.test_piecewise import agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
 from tests.model.networks import build
 
-UNPREPARED = "from model.compile.piece_processes import serve_one; serve_one(lambda: None)"
+UNPREPARED = "from model.compile.compile_processes import serve_one; serve_one(lambda: None)"
 
 
 @pytest.fixture
-def processes(monkeypatch):
+def processes(monkeypatch, tmp_path):
     """Two, which load nothing before their job."""
-    monkeypatch.setattr(piece_processes, "_num_processes", lambda: 2)
-    monkeypatch.setattr(piece_processes, "_COMMAND", UNPREPARED)
-    started = PieceProcesses()
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_processes, "_num_processes", lambda: 2)
+    monkeypatch.setattr(compile_processes, "_COMMAND", UNPREPARED)
+    started = CompileProcesses()
     yield started
     started.close()
 
@@ -55,11 +61,11 @@ def ends(pid):
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(piece_processes, "_num_processes", lambda: 3)
+    monkeypatch.setattr(compile_processes, "_num_processes", lambda: 3)
     monkeypatch.setattr(pieces, "_compile", None)
     monkeypatch.setattr(torch, "compile", None)
-    started = PieceProcesses()
-    monkeypatch.setattr(piecewise, "piece_processes", lambda: started)
+    started = CompileProcesses()
+    monkeypatch.setattr(piecewise, "compile_processes", lambda: started)
     piecewise.start_compiler(in_pieces=True)
     traced = trace_network(switched(build("qwen3", 3)), CPU)
     network = compile_piecewise(traced, "inductor")
@@ -74,12 +80,12 @@ def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypat
 
 @pytest.mark.parametrize("command", ["import sys; sys.exit(1)", "import time; time.sleep(1000)"])
 def test_a_process_that_fails_or_hangs_is_not_waited_for(processes, monkeypatch, command):
-    monkeypatch.setattr(piece_processes, "_COMMAND", command)
-    monkeypatch.setattr(piece_processes, "_PATIENCE_S", 0.1 if "sleep" in command else 60)
+    monkeypatch.setattr(compile_processes, "_COMMAND", command)
+    monkeypatch.setattr(compile_processes, "_PATIENCE_S", 0.1 if "sleep" in command else 60)
     processes.start()
     assert processes.are_running
     first, _ = processes._all
-    wait = processes.submit(partial(print, "a job"))
+    wait = processes.submit(partial(print, "a job"), CPU)
     if wait is not None:  # it may have ended before it was asked
         wait()
     assert ends(first.pid)
@@ -87,7 +93,7 @@ def test_a_process_that_fails_or_hangs_is_not_waited_for(processes, monkeypatch,
 
 def test_a_piece_whose_process_has_ended_is_compiled_here(processes, monkeypatch, tmp_path):
     monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(piece_processes, "_COMMAND", "")
+    monkeypatch.setattr(compile_processes, "_COMMAND", "")
     made = []
     monkeypatch.setattr(pieces, "_kept", lambda *it: made.append(0) or (it[0], (60, 60)))
     processes.start()
@@ -99,20 +105,86 @@ def test_a_piece_whose_process_has_ended_is_compiled_here(processes, monkeypatch
         assert made == ([] if asked else [0])
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_process_compiles_the_kernels_of_draws_where_there_are_some(monkeypatch, device):
+    events = []
+
+    class Passes:
+        def warm_up(self, *of):
+            events.append(of)
+
+    class Processes:
+        def can_compile(self, device):
+            return True
+
+        def submit(self, job, device):
+            job()
+            return partial(events.append, device)
+
+    monkeypatch.setattr(network, "compile_processes", Processes)
+    monkeypatch.setattr(network, "passes_for", lambda _: Passes())
+    of = SimpleNamespace(dtype=torch.float32)
+    it = SimpleNamespace(device=torch.device(device), vocab_size=64, _network=of)
+    network.PagedNetwork.warm_up_draws(it)
+    of = (64, torch.float32, it.device)
+    assert events == ([of, it.device, of] if device == "cuda" else [of])
+
+
+ON_A_GPU = """
+import triton
+from model.cli.options import ModelOptions
+from model.cli.prefetch import may_share_compiling
+from model.cli.start import make_engine
+from model.compile import pieces
+from model.control.config import EngineConfig
+from tests.bench.engine.networks import loader
+
+found, compile_piece = [], pieces._compile
+def told(*given):
+    found.append("a piece")
+    return compile_piece(*given)
+pieces._compile = told
+def compiled(*, src, cache_hit, **_):
+    if not cache_hit:
+        found.append(src.fn.__name__)
+triton.knobs.compilation.listener = compiled
+options = ModelOptions(model="qwen3-0.6b", backend="triton")
+engine = make_engine(options, EngineConfig(compile=True), load=loader(options.model))
+assert engine.prepare().startswith("compiled"), engine.prepare()
+print("compiled here:", *found)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_start_on_a_gpu_leaves_compilers_to_other_processes(tmp_path):
+    caches = ("KVCORE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {**os.environ, **{name: str(tmp_path / name) for name in caches}}
+    if len(os.sched_getaffinity(0)) < 16:
+        pytest.skip("fewer than 16 cores: there are fewer processes than jobs")
+    command = [sys.executable, "-c", ON_A_GPU]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("compiled here:")]
+    quick = {"_copy", "_scatter", "_fill"}  # made while the processes load
+    assert set(line.split()[2:]) <= quick, line
+
+
 def test_what_no_process_can_be_told_is_refused(processes):
-    assert processes.submit(partial(print, "none has started")) is None
+    assert processes.submit(partial(print, "none has started"), CPU) is None
     processes.start()
     for untold in (lambda: None, torch.zeros(4)[1:], "x" * 100_000):
-        assert processes.submit(partial(print, untold)) is None
+        assert processes.submit(partial(print, untold), CPU) is None
     assert len(processes._waiting) == 2
 
 
 def test_none_outlives_its_caller_or_leaves_a_process(processes, tmp_path):
     code = (
-        "import os, time; from model.compile.piece_processes import PieceProcesses\n"
-        "import model.compile.piece_processes as own\n"
+        f"import os, time; os.environ['KVCORE_CACHE_DIR'] = {str(tmp_path)!r}\n"
+        "from model.compile.compile_processes import CompileProcesses\n"
+        "import torch; import model.compile.compile_processes as own\n"
         f"own._num_processes = lambda: 2; own._COMMAND = {UNPREPARED!r}\n"
-        "p = PieceProcesses(); p.start(); p.submit(os.getpid)\n"
+        "p = CompileProcesses(); p.start(); p.submit(os.getpid, torch.device('cpu'))\n"
         "print(*[each.pid for each in p._all], flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as caller:
@@ -122,7 +194,7 @@ def test_none_outlives_its_caller_or_leaves_a_process(processes, tmp_path):
     assert all(map(ends, pids))
     processes.start()
     busy = f"sleep 1000 & echo $! > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid; sleep 1000"
-    wait = processes.submit(partial(os.system, busy))
+    wait = processes.submit(partial(os.system, busy), CPU)
     while not (tmp_path / "pid").exists():
         time.sleep(0.01)
     mine = [each.pid for each in processes._all]
@@ -155,12 +227,12 @@ def test_a_graph_arrives_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "count"), [(2, "", 0), (4, "", 1), (16, "", 5), (64, "8", 2), (64, "x", 5)]
+    ("cores", "ranks", "count"), [(2, "", 0), (4, "", 2), (16, "", 8), (64, "8", 4), (64, "x", 8)]
 )
 def test_there_are_as_many_as_this_share_of_the_machine_feeds(monkeypatch, cores, ranks, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert piece_processes._num_processes() == count
+    assert compile_processes._num_processes() == count
 
 
 def test_they_start_once(processes):
@@ -176,28 +248,44 @@ def test_they_start_once(processes):
 
 
 def test_a_folder_that_may_not_be_read_costs_time_alone(processes, monkeypatch):
+    asked = []
+
     def exists(path):
+        asked.append(path)
         raise PermissionError(path)
 
     monkeypatch.setattr(Path, "exists", exists)
     piece = pieces.Piece(module(), SIZED, "inductor")
     piece.processes = processes
     x = torch.ones(4, 16)
-    assert all(map(torch.equal, piece(x, WEIGHT), module()(x, WEIGHT)))
+    for _ in range(2):  # as in two layers
+        assert all(map(torch.equal, piece(x, WEIGHT), module()(x, WEIGHT)))
+    assert len(asked) == 1
 
 
-def test_their_threads_are_this_share_of_the_machine(monkeypatch):
+def test_none_starts_processes_of_its_own_unless_told_to(processes, monkeypatch):
     seen = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: seen.append(env))
+    for said in (None, "7"):
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+        if said is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", said)
+        compile_processes._start()
+    assert [env["TORCHINDUCTOR_COMPILE_THREADS"] for env in seen] == ["1", "7"]
 
-    def start(*_, env, **__):
-        seen.append(int(env["TORCHINDUCTOR_COMPILE_THREADS"]))
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(128))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    monkeypatch.setattr(subprocess, "Popen", start)
-    PieceProcesses().start()
-    assert 0 < sum(seen) <= 128 // 8
+def test_none_is_started_where_pieces_are_stored_or_none_can_be(processes, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path / "file/in the way"))
+    (tmp_path / "file").touch()
+    processes.start()
+    assert not processes.are_running
+    monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
+    write_file(tmp_path / PIECES / "a piece", b"")
+    processes.start()
+    assert not processes.are_running
+    (tmp_path / PIECES / "a piece").unlink()
+    processes.start()
+    assert processes.are_running
 
 
 @needs_compiler
@@ -212,16 +300,16 @@ def test_what_another_process_compiles_under_other_settings_is_not_stored(
     with torch._inductor.config.patch(deterministic=True):
         piece(*given)
     piece._wait()
-    assert not pieces.has_stored_pieces()
+    assert not has_stored(PIECES)
     piece = pieces.Piece(module(), SIZED, "inductor")
     piece.processes = processes
     piece(*given)
     piece._wait()
-    assert pieces.has_stored_pieces()
+    assert has_stored(PIECES)
 
 
 def test_a_start_that_fails_ends_them(processes, monkeypatch):
-    monkeypatch.setattr(cli_start, "piece_processes", lambda: processes)
+    monkeypatch.setattr(cli_start, "compile_processes", lambda: processes)
     processes.start()
     (first, *_), options = processes._all, ModelOptions(backend="numba")
     cli_start.make_engine(options, EngineConfig(num_blocks=8))
@@ -237,8 +325,14 @@ def test_a_start_that_fails_ends_them(processes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"num_blocks": 8}, {"kv_memory_bytes": 1 << 20}, {"batch_invariant": True}]
+    "settings",
+    [
+        {"compile": False},
+        {"num_blocks": 8},
+        {"kv_memory_bytes": 1 << 20},
+        {"batch_invariant": True},
+    ],
 )
 def test_they_are_started_only_where_they_help(settings):
-    assert cli_start._in_pieces(EngineConfig())
-    assert not cli_start._in_pieces(EngineConfig(**settings))
+    assert may_share_compiling(EngineConfig(compile=True))
+    assert not may_share_compiling(EngineConfig(**{"compile": True, **settings}))
