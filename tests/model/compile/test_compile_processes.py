@@ -171,11 +171,11 @@ def test_a_start_on_a_gpu_leaves_compilers_to_other_processes(tmp_path):
     assert set(line.split()[2:]) <= quick, line
 
 
-def test_what_no_process_can_be_noted_is_refused(processes):
+def test_what_no_process_can_be_told_is_refused(processes):
     assert processes.submit(partial(print, "none has started"), CPU) is None
     processes.start()
-    for unnoted in (lambda: None, torch.zeros(4)[1:], "x" * 100_000):
-        assert processes.submit(partial(print, unnoted), CPU) is None
+    for untold in (lambda: None, torch.zeros(4)[1:], "x" * 100_000):
+        assert processes.submit(partial(print, untold), CPU) is None
     assert len(processes._waiting) == 2
 
 
@@ -299,9 +299,14 @@ def test_a_folder_that_may_not_be_read_costs_time_alone(processes, monkeypatch):
     assert len(asked) == 1
 
 
-def test_none_starts_processes_of_its_own_unless_noted_to(processes, monkeypatch):
+def test_none_starts_processes_of_its_own_unless_told_to(processes, monkeypatch):
     seen = []
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: seen.append(env))
+
+    def start(*_, env, **__):
+        seen.append(env)
+        return SimpleNamespace(stdin=None)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     for said in (None, "7"):
         monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
         if said is not None:
