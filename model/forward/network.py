@@ -32,7 +32,6 @@ from model.caches.layout import IndexShape, plan_layout
 from model.compile.compile_processes import compile_processes
 from model.compile.few_rows import kernels_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
-from model.compile.stored_checks import pass_once
 from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.forward.lora import Adapter, Adapters, read_adapter
@@ -118,11 +117,7 @@ class PagedNetwork:
         states = self._recurrence.shapes
         shapes = probe_layers(self._network, backend.device, keeps_states=bool(states))
         longest = model.max_positions or _POSITIONS
-        check = partial(check_tokens_alone, self._network, backend.device, longest, self.rope)
-        if self._is_whole:
-            pass_once(self._network, check, check_tokens_alone.__qualname__, longest)
-        else:
-            check()
+        check_tokens_alone(self._network, backend.device, longest, self.rope)
         for layer, shape in shapes.items():
             if shape.dtype not in backend.capabilities.dtypes:
                 raise UnsupportedModelError(

@@ -36,30 +36,18 @@ class Check:
 def test_equal_networks_are_checked_once():
     check = Check()
     for _ in range(3):
-        pass_once(switched(build("llama", 3)), check, 100)
+        pass_once(switched(build("llama", 3)), check)
     assert check.count == 1
 
 
 def test_a_network_that_differs_is_checked():
     check = Check()
-    pass_once(switched(build("llama", 3)), check, 100)
-    pass_once(switched(build("llama", 3)), check, 101)
-    pass_once(switched(build("llama", 4)), check, 100)  # other weights
-    pass_once(switched(build("qwen3", 3)), check, 100)
+    pass_once(switched(build("llama", 3)), check)
+    pass_once(switched(build("qwen3", 3)), check)
     changed = switched(build("llama", 3))
     changed.model.layers[1].mlp.forward = torch.nn.Identity().forward
-    pass_once(changed, check, 100)
-    assert check.count == 5
-
-
-def test_weights_that_begin_alike_are_of_two_checkpoints():
-    check = Check()
-    for number in (0, 1):
-        network = switched(build("llama", 3))
-        with torch.no_grad():
-            network.lm_head.weight[1:].add_(number)
-        pass_once(network, check)
-    assert check.count == 2
+    pass_once(changed, check)
+    assert check.count == 3
 
 
 def test_a_user_without_a_home_has_every_check(monkeypatch):
@@ -103,12 +91,13 @@ def test_a_damaged_file_is_a_check(folder):
     assert check.count == 2
 
 
-def test_a_second_start_does_not_compare_tokens_alone_again(monkeypatch):
+def test_each_start_checks_that_tokens_see_no_others(monkeypatch):
+    """A program may have replaced a function since an equal network passed."""
     check = Check()
     monkeypatch.setattr(networks, "check_tokens_alone", lambda *_: check())
     for _ in range(2):
         PagedNetwork(build("qwen3", 25), backends.get_backend("numba"))
-    assert check.count == 1
+    assert check.count == 2
 
 
 def test_a_second_start_makes_no_pass_without_weights_and_loads_the_same(checkpoint, monkeypatch):
@@ -130,25 +119,10 @@ def test_a_network_that_is_refused_is_refused_by_each_start(folder_of):
     assert len(said) == 1
 
 
-def test_a_network_with_other_buffers_or_beside_other_sources_is_checked_again(monkeypatch):
+def test_a_network_beside_other_sources_is_checked_again(monkeypatch):
     check = Check()
     network = switched(build("llama", 3))
     pass_once(network, check)
-    next(iter(network.buffers())).add_(1)
-    pass_once(network, check)
-    assert check.count == 2
     monkeypatch.setattr(stored_checks, "_sources", lambda: [("a module", 1, 2)])
     pass_once(network, check)
-    assert check.count == 3
-
-
-def test_a_network_of_unknown_tensors_is_always_checked(folder, monkeypatch):
-    def fails(_):
-        raise NotImplementedError("double")
-
-    monkeypatch.setattr(stored_checks, "_some_numbers", fails)
-    check = Check()
-    for _ in range(2):
-        pass_once(switched(build("llama", 3)), check)
     assert check.count == 2
-    assert not folder.exists()
