@@ -58,7 +58,7 @@ def may_share_compiling(config: EngineConfig) -> bool:
 
 
 def _prepare_gpu(has_torch: Event, config: EngineConfig) -> None:
-    """Make the context, and only then what PyTorch makes on it.
+    """Make the context, start compile processes, and use PyTorch on the GPU once it is imported.
 
     PyTorch would wait for the context with Python's lock, and no import would go on meanwhile.
     """

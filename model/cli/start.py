@@ -168,7 +168,7 @@ def make_engine(
             config=config,
             load=load,
         )
-        with uncollected():  # `warm_up` does it once
+        with uncollected():  # `warm_up` collects once
             with part_of_start("probes and caches"):  # and, on a GPU, all that is compiled
                 engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
             if expects_grammars:

@@ -11,7 +11,7 @@ caller, or has memory of the GPU after `close`.
 
 Importing this imports no torch.
 
-Does not know: what a job compiles, or where it stores the result.
+Does not know: what a job compiles, or where the result is stored.
 """
 
 import os
@@ -40,7 +40,7 @@ _MOST = 8  # a network of one kind of layer has 5 different pieces; draws, and s
 _CORES = 2  # of each: for itself, and for other work of the start
 _GPU_BYTES = 3 << 30  # of each: a context, and the arrays on which kernels are timed
 _LOOK_S = 0.5  # how often a process looks whether its caller is there
-_PATIENCE_S = 120.0  # how long a piece may take
+_PATIENCE_S = 120.0  # how long a job may take
 _SIZE = struct.Struct(">Q")
 PIECES = "pieces"
 """The folder of what most of them store."""
@@ -106,7 +106,7 @@ class CompileProcesses:
 
 @cache
 def compile_processes() -> CompileProcesses:
-    """Those of this process: they start beside its weights, and end when its network is compiled.
+    """Those of this process: they start beside its imports and end when its network is compiled.
 
     One start is in progress in a process, whichever engine it is for. O(1).
     """

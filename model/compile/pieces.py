@@ -166,7 +166,7 @@ def _saved(
 
 
 def prepare() -> None:
-    """Load the compiler, all that it loads for its first piece, and its processes."""
+    """Load the compiler, with all that it loads for its first piece."""
     start_processes()
     import_module("torch._inductor.compile_fx")
     device = "cuda" if torch.cuda.is_available() and "LOCAL_RANK" not in os.environ else "cpu"
@@ -197,7 +197,8 @@ def _digest(
     for tensor, dims in zip(inputs, sized, strict=True):
         shape, stride = [*tensor.shape], [*tensor.stride()]
         looks.append((shape, stride, tensor.dtype, str(tensor.device), dims))
-    config = import_module("torch._inductor").config  # without what does not change the code
+    # The portable settings: others (how many threads compile, say) leave the code as it is.
+    config = import_module("torch._inductor").config
     settings = sorted(config.save_config_portable(ignore_private_configs=False).items())
     facts = (module.code, looks, str(capability), settings, _compilers(), _OPTIONS)
     own = Path(__file__).read_bytes()

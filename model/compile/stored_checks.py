@@ -6,7 +6,7 @@ passes unchecked, so no check belongs here that guards against wrong results.
 
 Invariants: a check that fails, or changes the network, is not stored.
 
-Does not know: what is checked.
+Does not know: what a check looks for.
 """
 
 import hashlib

@@ -265,7 +265,7 @@ def check_layers(config: PreTrainedConfig, once: Once = always) -> PreTrainedMod
 
     Args:
         config: of the network.
-        once: runs the pass, or knows that an equal network has passed.
+        once: runs the pass, unless an equal network has passed before.
 
     Returns:
         The network on PyTorch's meta device: tensors with shapes and no content.

@@ -50,7 +50,7 @@ def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, report=lambda _
         backend: of the engines.
         count: of the requests in batches, and with hits; a fifth of them in the other ways (the
             longest where they are preempted), and a hundredth alone.
-        few_blocks: with so many, requests are preempted.
+        few_blocks: KV blocks of the engines that are to preempt requests.
         at_once: requests of a batch.
         report: is called with a line about each way.
         fields: of every engine.
@@ -76,7 +76,7 @@ def check(model, backend, count, *, few_blocks, at_once=AT_ONCE, report=lambda _
         report(f"{way}: {len(numbers)} requests are equal, {time.perf_counter() - began:.1f} s")
         return engine.stats
 
-    engine, wanted = engine_of(), []
+    engine = engine_of()
     wanted = digests(engine, prompts, params)
     hit_tokens = engine.stats.num_hit_tokens
     report(f"in batches: digest {hashlib.sha256(''.join(wanted).encode()).hexdigest()[:16]}")

@@ -20,7 +20,7 @@ from model.control.config import EngineConfig
 
 @pytest.fixture
 def run_here(monkeypatch):
-    """Threads run at once, and in this one; what is done once PyTorch is there, in order."""
+    """Run threads immediately, on this one; returns the list of what they do, in order."""
     done = []
 
     def start_thread(_host, _name, run):
