@@ -15,7 +15,6 @@ import hashlib
 import logging
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -35,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from model.compile import artifacts
 from model.compile.compile_processes import PIECES, CompileProcesses
 from model.compile.stored_files import cache_dir, read_file, write_file
 
@@ -132,13 +132,13 @@ def _kept(
     try:
         content = read_file(path)
         first, second = _HEAD.unpack(content[: _HEAD.size])
-        return _loaded(content[_HEAD.size :]), (first, second)
+        return artifacts.loaded(content[_HEAD.size :]), (first, second)
     except Exception as error:  # noqa: BLE001  # a file may hold anything
         _log.debug("compiling: %s", error)
     if inputs[0].device.type == "cuda":
         start_processes()
     content, limits = _saved(module, inputs, sized)
-    run = _loaded(content)  # so that both starts run the same
+    run = artifacts.loaded(content)  # so that both starts run the same
     with suppress(OSError):  # a full disk, or one that may not be written
         write_file(path, _HEAD.pack(*limits) + content)
     return run, limits
@@ -159,10 +159,7 @@ def _saved(
 ) -> tuple[bytes, tuple[int, int]]:
     """What is kept of a piece, and its limits."""
     artifact, limits = _compile(module, inputs, sized)
-    with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "piece"
-        artifact.save(path=str(saved))
-        return saved.read_bytes(), limits
+    return artifacts.saved(artifact), limits
 
 
 def prepare() -> None:
@@ -201,8 +198,8 @@ def _digest(
     config = import_module("torch._inductor").config
     settings = sorted(config.save_config_portable(ignore_private_configs=False).items())
     facts = (module.code, looks, str(capability), settings, _compilers(), _OPTIONS)
-    own = Path(__file__).read_bytes()
-    return hashlib.sha256(repr(facts).encode() + own).hexdigest()
+    own = [Path(each).read_bytes() for each in (__file__, artifacts.__file__)]
+    return hashlib.sha256(repr((facts, own)).encode()).hexdigest()
 
 
 def _compilers() -> list[tuple[object, ...]]:
@@ -291,26 +288,3 @@ def _limit(shapes: ShapeEnv, symbol: Any, hints: dict[Any, Any]) -> int:  # noqa
                 limit = size // 2
             size *= 2
     return limit
-
-
-def _loaded(content: bytes) -> Callable[..., Sequence[Tensor]]:
-    """The compiled piece that was saved. Starts no process.
-
-    Its PyTorch is not compared with this one again, because the name of its file contains that.
-    """
-    compiler = import_module("torch._inductor")
-    codecache: Any = import_module("torch._inductor.codecache")
-    reader = import_module("torch.utils._appending_byte_serializer").BytesReader(content)
-    _, key = reader.read_bytes(), reader.read_bytes()
-    make_key = codecache.torch_key
-    with tempfile.NamedTemporaryFile() as file, compiler.config.patch(compile_threads=1):
-        file.write(content)
-        file.flush()
-        codecache.torch_key = lambda: key  # loading compares it, and computing it takes long
-        try:
-            artifact: Callable[..., Sequence[Tensor]] = compiler.CompiledArtifact.load(
-                path=file.name
-            )
-        finally:
-            codecache.torch_key = make_key
-    return artifact

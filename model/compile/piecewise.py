@@ -34,6 +34,7 @@ from torch import Tensor, fx, nn
 import backends
 from kvcore.adapters.recurrent import RecurrentPass
 from model.attention.attention import Attending
+from model.compile import artifacts
 from model.compile.compile_processes import PIECES, compile_processes
 from model.compile.few_rows import (
     FEW_ROWS,
@@ -52,18 +53,20 @@ from model.host import uncollected
 
 
 def start_compiler(*, in_pieces: bool = False) -> None:
-    """Load PyTorch's compiler and, if no piece is stored, start processes. A second, once.
+    """Load PyTorch's compiler and start its processes; or what stored pieces need. Once.
 
-    Stored pieces need the compiler's modules, but no process.
+    A second, or a tenth of it if pieces are stored, of this network or another.
 
     Args:
         in_pieces: whether processes may compile a piece each (`compile_processes`).
     """
-    if not has_stored(PIECES):
-        if in_pieces:
-            compile_processes().start()
-        if not compile_processes().are_running:
-            start_processes()
+    if has_stored(PIECES):
+        artifacts.prepare()
+        return
+    if in_pieces:
+        compile_processes().start()
+    if not compile_processes().are_running:
+        start_processes()
     import_module("torch._inductor.compile_fx")
 
 

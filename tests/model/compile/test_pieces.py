@@ -3,6 +3,8 @@
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
     guard_bool,
 )
 
-from model.compile import pieces, piecewise
+from model.compile import artifacts, pieces, piecewise
 from model.compile.pieces import MOST, Piece
 from model.compile.piecewise import compile_piecewise
 from model.compile.traced_network import trace_network
@@ -82,25 +84,78 @@ def test_a_second_start_compiles_nothing(folder, monkeypatch):
     assert len(made) == 2
 
 
+def aliasing():
+    """[n, 16], a view of the input, and twice the input."""
+    graph = fx.Graph()
+    x, _ = graph.placeholder("x"), graph.placeholder("weight")
+    view = graph.call_function(torch.narrow, (x, 1, 0, 8))
+    graph.output((view, graph.call_function(torch.mul, (x, 2.0))))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@torch.no_grad()
+def agrees(made):
+    """Whether a piece of these operations, new or stored, gives what they give."""
+    x = torch.linspace(-2, 3, 12 * 16).reshape(12, 16)
+    given = Piece(made(), SIZED, "inductor")(x, WEIGHT)
+    assert all(map(torch.allclose, given, made()(x, WEIGHT), [1e-4] * 2, [1e-4] * 2))
+
+
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
-def test_a_second_start_reads_no_source_of_pytorch_and_starts_no_process(folder, monkeypatch):
-    runs(Piece(module(), SIZED, "inductor"))
-    threads, load = [], inductor.CompiledArtifact.load
-    config = inductor.config
+@pytest.mark.parametrize("way", ["direct", "of an input", "other kernels"])
+def test_a_second_start_reads_no_source_of_pytorch_and_starts_no_process(way, folder, monkeypatch):
+    made = aliasing if way == "of an input" else module
+    agrees(made)
+    ways, threads, config = [], [], inductor.config
+    load, run_of = inductor.CompiledArtifact.load, artifacts._run_of
 
     def loading(**what):
+        ways.append("with the compiler")
         threads.append(config.compile_threads)  # with one, none is asked to compile
         return load(**what)
 
+    def running(direct):
+        ways.append("direct")
+        threads.append(config.compile_threads)
+        return run_of(direct) if way == "direct" else 1 / 0
+
     monkeypatch.setattr(inductor.CompiledArtifact, "load", loading)
-    monkeypatch.setattr(codecache, "torch_key", lambda: 1 / 0)
+    monkeypatch.setattr(artifacts, "_run_of", running)
+    monkeypatch.setattr(codecache, "torch_key", unread := lambda: 1 / 0)
     monkeypatch.setattr(pieces, "_compile", None)
-    unread = codecache.torch_key
-    runs(Piece(module(), SIZED, "inductor"))
-    assert threads == [1]
+    agrees(made)
+    expected = {
+        "direct": ["direct"],
+        "of an input": ["with the compiler"],
+        "other kernels": ["direct", "with the compiler"],
+    }
+    assert ways == expected[way]
+    assert {*threads} == {1}
     assert config.compile_threads != 1
     assert codecache.torch_key is unread
+
+
+_SECOND = """
+import sys
+import torch
+from model.compile import pieces
+from tests.model.compile.test_pieces import agrees, module
+pieces._compile = None
+agrees(module)
+print(*[name for name in sys.modules if name.startswith("torch._inductor.")])
+"""
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_start_does_not_import_the_compiler(folder):
+    agrees(module)
+    command = [sys.executable, "-c", _SECOND]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {*done.stdout.split()}
+    assert "torch._inductor.async_compile" in imported
+    assert not imported & {f"torch._inductor.{name}" for name in ("compile_fx", "ir", "lowering")}
 
 
 @pytest.mark.filterwarnings("ignore")
