@@ -9,8 +9,10 @@ Where kernels are compiled, other processes compile them while the calls are mad
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from threading import Thread
 from typing import cast
 
 import torch
@@ -30,7 +32,7 @@ from backends.triton_gpu.decode.splits import VECTORS
 from backends.triton_gpu.hopper.prefill import LONG, ROWS, heads_an_item
 from backends.triton_gpu.latent import latent
 from backends.triton_gpu.paged_attention import MOST_ROWS, Known, plan_attention
-from backends.triton_gpu.shared.launch import Variant
+from backends.triton_gpu.shared.launch import Variant, find_names
 from backends.triton_gpu.shared.place import Place
 from backends.triton_gpu.sparse.choose_tokens import level_widths
 
@@ -54,6 +56,8 @@ def warm_up(
     if not layers:
         if place.launches:
             ahead.expect()
+            with suppress(RuntimeError):  # no threads
+                Thread(target=find_names, daemon=True).start()
         return
     calls = partial(calls_at, backend_at, tuple(layers), max_num_seqs, max_query_len)
     if place.launches:

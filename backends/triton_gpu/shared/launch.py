@@ -20,8 +20,10 @@ GPU see which ones calls need. Triton's launch hooks (for profilers) see first l
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -288,6 +290,16 @@ class Launch(NamedTuple):
 
 
 _launchers: dict[tuple[str, str], "Launcher"] = {}
+
+
+def find_names() -> None:
+    """Compute what the names of kernels on disk are made of. Half a second, once.
+
+    Half of it is a digest of Triton's library, which leaves Python to other threads.
+    """
+    with suppress(Exception):  # another version: the first launch computes it
+        import_module("triton.runtime.cache").triton_key()
+    _name_kernels()
 
 
 @lru_cache(maxsize=1)
