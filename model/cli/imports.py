@@ -1,7 +1,8 @@
 """Imports PyTorch and Transformers with less work: no garbage collection, and known names.
 
 Transformers reads the source of its 2,500 model files, twice, to learn which name is in which file.
-What it finds is stored for later starts.
+What it finds is stored for later starts. Its losses, which only training computes, import SciPy and
+torchvision: files of losses are imported when one of their functions is called.
 
 Invariants: the names are those that Transformers finds: a stored file belongs to the paths, sizes
 and times of all files that it would read. What cannot be read or stored is found as before.
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -27,6 +29,7 @@ from model.compile.stored_files import cache_dir, read_file, write_file
 from model.host import uncollected
 
 _FINDS_NAMES = "transformers.utils.import_utils"
+_NAMES_LOSSES = "transformers.loss.loss_utils"
 
 _Names = Mapping[frozenset[str], Mapping[str, set[str]]]
 """By the packages that they need, then by module: names."""
@@ -47,7 +50,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def _known_names() -> Iterator[None]:
-    """Have Transformers, if it is imported in the body, look its names up."""
+    """Have Transformers, if it is imported in the body, look its names up, and import no losses."""
     finder = _Finder()
     sys.meta_path = [finder, *sys.meta_path]  # a new list: another thread may be going through it
     try:
@@ -57,19 +60,48 @@ def _known_names() -> Iterator[None]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module of Transformers that finds names, and changes it as soon as it has run."""
+    """Finds two modules of Transformers, and changes how they run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
         """As the base class."""
-        if name != _FINDS_NAMES:
+        if name not in _CHANGED:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-            spec.loader.exec_module = partial(_run, run)  # type: ignore[method-assign]
+            run = partial(_CHANGED[name], spec.loader.exec_module)
+            spec.loader.exec_module = run  # type: ignore[method-assign]
         return spec
+
+
+class _Losses(ModuleType):
+    """In place of a file of losses: its functions import it when they are called."""
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return partial(_call, self.__name__, name)
+
+
+def _call(module: str, name: str, /, *given: object, **named: object) -> object:
+    return getattr(import_module(module), name)(*given, **named)
+
+
+def _run_without_losses(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Run the module that names all losses; the files that it imports are not there meanwhile."""
+    folder = Path(module.__file__ or "").parent
+    names = {f"{module.__package__}.{file.stem}" for file in folder.glob("loss_*.py")}
+    absent = names - {module.__name__} - sys.modules.keys()
+    sys.modules.update({name: _Losses(name) for name in absent})
+    try:
+        with suppress(Exception):  # it uses more than functions
+            run(module)
+            return
+    finally:
+        for name in absent:
+            del sys.modules[name]
+    run(module)
 
 
 def _run(run: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -78,6 +110,9 @@ def _run(run: Callable[[ModuleType], None], module: ModuleType) -> None:
     if find is not None and module.__file__ is not None:
         models = Path(module.__file__).parents[1] / "models"
         vars(module)["define_import_structure"] = _looking_up(find, models)
+
+
+_CHANGED = {_FINDS_NAMES: _run, _NAMES_LOSSES: _run_without_losses}
 
 
 def _looking_up(find: Callable[..., _Names], models: Path) -> Callable[..., _Names]:

@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from transformers import models
@@ -11,7 +13,7 @@ from transformers.utils.import_utils import (
     define_import_structure,
 )
 
-from model.cli.imports import _looking_up
+from model.cli.imports import _looking_up, _Losses, _run_without_losses
 
 SOURCE = '__all__ = ["{name}"]\n'
 OPENED = """
@@ -23,6 +25,22 @@ with imports.importing():
     from transformers.models.qwen3 import Qwen3Config
 print(sum("/models/" in str(path) and str(path).endswith(".py") for path in opened))
 print(Qwen3Config.model_type, any(type(each) is imports._Finder for each in sys.meta_path))
+"""
+
+LOSSES = """
+import sys
+from model.cli import imports
+with imports.importing():
+    from transformers.modeling_utils import LOSS_MAPPING
+    from transformers.loss import loss_utils
+print([name for name in sys.modules if name.startswith("transformers.loss.")])
+import torch
+logits, classes = torch.zeros(1, 5, 3), torch.zeros(1, 2, dtype=torch.int64)
+loss = LOSS_MAPPING["ForCTC"]
+from transformers.loss import loss_ctc
+print(loss is not loss_ctc.ForCTCLoss, LOSS_MAPPING["ForCausalLM"] is loss_utils.ForCausalLMLoss)
+loss_ctc.ForCTCLoss = lambda *given, **named: (given, named)
+print(loss(1, b=2))
 """
 
 
@@ -111,3 +129,32 @@ def test_a_second_start_reads_no_source_of_a_model():
     assert int(second[0]) < 20  # the packages that are imported read themselves
     assert second[1] == "qwen3"
     assert first[2] == second[2] == "False"
+
+
+def test_a_file_of_losses_is_imported_when_a_loss_is_called():
+    done = subprocess.run(
+        [sys.executable, "-c", LOSSES], capture_output=True, text=True, check=True
+    )
+    imported, replaced, result = done.stdout.splitlines()
+    assert imported == "['transformers.loss.loss_utils']"
+    assert replaced == "True True"
+    assert result == "((1,), {'b': 2})"
+
+
+def test_losses_that_are_more_than_functions_are_imported(tmp_path, monkeypatch):
+    (tmp_path / "losses").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "losses/loss_a.py").write_text("class Loss:\n    weight = 1\n")
+    module = ModuleType("losses.loss_utils")
+    module.__package__ = "losses"
+    module.__file__ = str(tmp_path / "losses/loss_utils.py")
+    seen = []
+
+    def run(module):
+        found = import_module("losses.loss_a")
+        seen.append(type(found))
+        vars(module)["all"] = {"a": found.Loss.weight + 1}
+
+    _run_without_losses(run, module)
+    assert seen == [_Losses, ModuleType]
+    assert module.all == {"a": 2}
