@@ -68,7 +68,7 @@ def _prepare_gpu(has_torch: Event, config: EngineConfig) -> None:
     if may_share_compiling(config):
         compile_processes().start()
     has_torch.wait()
-    multiply_once()
+    compute_once()
 
 
 def _start(name: str, run: Callable[[], None]) -> None:
@@ -145,12 +145,20 @@ def open_gpu() -> None:
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
 
 
-def multiply_once() -> None:
-    """Make PyTorch load its library of matrix products. Less than a second.
+def compute_once() -> None:
+    """Make PyTorch load its library of products, and kernels that most layers launch. A second.
 
     Raises:
         Exception: there is no GPU, or no memory on it.
     """
     torch = import_module("torch")
-    matrix = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
-    torch.mm(matrix, matrix)
+    functions = torch.nn.functional
+    with torch.no_grad():
+        x = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
+        torch.mm(x, x)
+        mean = x.float().pow(2).mean(-1, keepdim=True)
+        normal = (x.float() * torch.rsqrt(mean + 1.0)).to(x.dtype)
+        angles = torch.cat((mean, mean), dim=-1)
+        turned = x[:, :2] * angles.cos().to(x.dtype) + torch.cat((-x[:, :1], x), dim=-1)[:, :2]
+        functions.embedding(torch.arange(2, device=x.device), functions.silu(normal) * x)
+        turned + angles.sin().to(x.dtype)

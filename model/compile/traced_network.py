@@ -264,11 +264,12 @@ def _checked(
 def _from_disk(
     store: GraphStore, network: PreTrainedModel, device: torch.device
 ) -> TracedNetwork | None:
-    """The trace of an earlier start, on what a pass of this network notes; None: there is none."""
+    """The trace of an earlier start, with what this network notes; None: there is none."""
     module = store.read()
     if module is None:
         return None
-    stored = TracedNetwork(with_near_attributes(module), *_noted(network, device))
+    noted = _noted(network, device) if is_divided(network) else ({}, [])  # else `_check` notes
+    stored = TracedNetwork(with_near_attributes(module), *noted)
     try:
         _check(network, stored, device, *_TRIALS[0], adapters=None)
     except UnsupportedModelError:  # of another network, or damaged
@@ -623,7 +624,14 @@ def _logits(
 
 
 class Mixing:
-    """A pass whose results depend on all its arguments, and on nothing else."""
+    """A pass whose results depend on all its arguments, and on nothing else.
+
+    Args:
+        terms: where the terms of each layer are noted; None: nowhere.
+    """
+
+    def __init__(self, terms: dict[int, backends.AttentionTerms] | None = None) -> None:
+        self._terms = {} if terms is None else terms
 
     def attend(
         self,
@@ -635,6 +643,7 @@ class Mixing:
         chosen: Tensor | None = None,
     ) -> Tensor:
         """Mix the arguments."""
+        self._terms[layer] = terms
         shift = (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
         if chosen is not None:
             shift = shift + chosen.to(query.dtype).mean() / 8
@@ -665,7 +674,7 @@ def _check(
     choosing = nullcontext() if adapters is None else adapters.choosing(slots)
     with torch.inference_mode(), choosing:
         states = RecurrentPass.of_fresh([tokens]) if traced.recurrent else None
-        wanted = _logits(network, input_ids, position_ids, kept, Mixing(), states)
+        wanted = _logits(network, input_ids, position_ids, kept, Mixing(traced.terms), states)
         try:
             got = traced.logits(input_ids, position_ids, kept, Mixing(), None, slots)
         except torch.cuda.OutOfMemoryError:

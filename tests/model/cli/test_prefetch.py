@@ -29,7 +29,7 @@ def run_here(monkeypatch):
     event = types.SimpleNamespace(wait=lambda: done.append("waited for PyTorch"))
     monkeypatch.setattr(prefetch.Host, "start_thread", start_thread)
     monkeypatch.setattr(prefetch.Host, "event", lambda _: event)
-    monkeypatch.setattr(prefetch, "multiply_once", lambda: done.append("multiplied"))
+    monkeypatch.setattr(prefetch, "compute_once", lambda: done.append("computed"))
     return done
 
 
@@ -66,7 +66,7 @@ def test_no_torch_is_imported():
 
 
 CONTEXT = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
-LATER = ["waited for PyTorch", "multiplied"]
+LATER = ["waited for PyTorch", "computed"]
 
 
 @pytest.mark.parametrize(
