@@ -32,6 +32,7 @@ from torch import Tensor
 import backends
 from kvcore.adapters.recurrent import Run, StateStep
 from model.attention.batch import StepTensors, chosen_ids
+from model.compile.few_rows import FEW_ROWS
 from model.forward.network import PagedNetwork
 from model.sample.draw_graphs import DrawGraphs, GraphCapturer, Place
 from model.sample.sampler import passes_for
@@ -184,7 +185,7 @@ class CudaGraphs:
         self._graphs: dict[Bucket, _Graph] = {}
 
     def capture(self) -> int:
-        """Capture every bucket and the draws from it, the largest first. A few forward passes each.
+        """Capture every bucket and the draws from it, the largest first. Two forward passes each.
 
         Returns:
             The number of buckets.
@@ -194,7 +195,9 @@ class CudaGraphs:
             if self._network.adapters is not None:
                 buckets += [bucket._replace(adapted=True) for bucket in buckets]
             for bucket in sorted(buckets, reverse=True):
-                graph, (logits, most_likely) = capturer.capture(partial(self._run, bucket))
+                is_few = bucket.tokens in FEW_ROWS
+                kind = bucket.longest == 1, bucket.shares, bucket.adapted, is_few
+                graph, (logits, most_likely) = capturer.capture(partial(self._run, bucket), kind)
                 self._graphs[bucket] = _Graph(graph, logits, most_likely)
                 self.draws.capture(_place(bucket), logits, most_likely, capturer)
         return len(self._graphs)

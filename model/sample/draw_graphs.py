@@ -14,7 +14,7 @@ Does not know: requests, the network.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self, TypeVar
@@ -144,6 +144,7 @@ class GraphCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._collected = gc.isenabled()
+        self._known: set[Hashable] = set()
 
     def __enter__(self) -> Self:
         gc.collect()
@@ -157,17 +158,24 @@ class GraphCapturer:
             gc.enable()
         torch.cuda.synchronize()
 
-    def capture(self, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+    def capture(self, run: Callable[[], _T], kind: Hashable) -> tuple[torch.cuda.CUDAGraph, _T]:
         """A graph of the launches of a call, and the tensors that each replay writes.
 
-        Runs the call three times: normally, which compiles its kernels; under capture; and as a
-        replay, because the first replay of a graph takes longer than later ones.
+        Runs the call under capture, and as a replay, because the first replay of a graph takes
+        longer than later ones. Before that the first call of a kind runs normally.
+
+        Args:
+            run: launches kernels.
+            kind: calls of one kind launch the same kernels, but for those of PyTorch that are
+                chosen by a size.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            run()
-            graph.capture_begin(pool=self._pool)
+            if kind not in self._known:
+                self._known.add(kind)
+                run()  # compiles kernels, and makes what the library of products works in
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")  # kernels load
             try:
                 found = run()
             finally:
@@ -208,7 +216,7 @@ class DrawGraphs:
         if (place, ALL_CUTS[0]) not in self._graphs:
             for cuts in ALL_CUTS:
                 run = partial(self._run, cuts, logits, most_likely)
-                self._graphs[place, cuts] = capturer.capture(run)
+                self._graphs[place, cuts] = capturer.capture(run, cuts)
 
     def choose(self, place: Place, terms: RowTerms, numbers: NDArray[np.float64]) -> Tensor:
         """The tokens of all rows: int64 [num_rows], valid until the next call.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch._dynamo.utils import counters
 
 import backends
@@ -485,6 +486,30 @@ def test_the_cache_takes_its_share_of_what_the_largest_step_leaves():
     del engine
     with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens: a step of 2000000000"):
         Engine(model, backend, EngineConfig(max_num_batched_tokens=2 * 10**9))
+
+
+@triton.jit
+def _double(source, target, size: tl.constexpr):
+    numbers = tl.arange(0, size)
+    tl.store(target + numbers, 2 * tl.load(source + numbers))
+
+
+def test_a_kernel_may_be_used_first_in_a_capture():
+    given = torch.arange(64.0, device="cuda")
+
+    def compute():
+        doubled = torch.empty_like(given)
+        _double[(1,)](given, doubled, 64)
+        square = torch.lgamma(doubled + 1).view(8, 8)
+        return square @ square[:, :3]
+
+    with GraphCapturer(given.device) as capturer:
+        capturer.capture(lambda: given.view(8, 8) @ given.view(8, 8), "a kind")
+        graph, found = capturer.capture(compute, "a kind")
+    torch.testing.assert_close(found, compute())
+    given += 1
+    graph.replay()
+    torch.testing.assert_close(found, compute())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -497,7 +497,7 @@ class Counting:
     def __exit__(self, *_):
         pass
 
-    def capture(self, run):
+    def capture(self, run, _kind):
         run()
         return None, run()
 
