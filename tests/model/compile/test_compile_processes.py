@@ -19,9 +19,8 @@ from torch import fx, nn
 from model.cli import start as cli_start
 from model.cli.options import ModelOptions
 from model.cli.prefetch import may_share_compiling
-from model.compile import compile_processes, pieces, piecewise
+from model.compile import compile_processes, jobs, pieces, piecewise
 from model.compile.compile_processes import PIECES, CompileProcesses
-from model.compile.jobs import _Pickler
 from model.compile.piecewise import compile_piecewise
 from model.compile.stored_files import has_stored, write_file
 from model.compile.traced_network import trace_network
@@ -171,6 +170,14 @@ def test_a_start_on_a_gpu_leaves_compilers_to_other_processes(tmp_path):
     assert set(line.split()[2:]) <= quick, line
 
 
+def test_a_gpu_without_a_number_is_the_callers(monkeypatch):
+    """PyTorch makes no GPU the current one without its number, so the job would fail."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    device = torch.device("cuda")  # as a backend names it
+    sent = pickle.loads(jobs.write(str, device))  # noqa: S301  # ours
+    assert sent == (str, torch.device("cuda", 3))
+
+
 def test_what_no_process_can_be_told_is_refused(processes):
     assert processes.submit(partial(print, "none has started"), CPU) is None
     processes.start()
@@ -254,7 +261,7 @@ def test_a_graph_arrives_as_it_was(tmp_path):
     sent = fx.GraphModule(nn.Module(), graph)
     tensor = torch.zeros(3, 4, dtype=torch.float16).T
     with (tmp_path / "job").open("wb") as file:
-        _Pickler(file).dump((sent, tensor))
+        jobs._Pickler(file).dump((sent, tensor))
     came, seen = pickle.loads((tmp_path / "job").read_bytes())  # noqa: S301  # ours
     assert came.code == sent.code
     assert seen.shape == (4, 3)
