@@ -25,11 +25,13 @@ def write(job: Job, device: torch.device) -> bytes:
 
     Args:
         job: gets tensors without memory for those that it holds.
-        device: the current one while it is done.
+        device: the current one while it is done; a GPU without a number is the caller's.
 
     Raises:
         Exception: it holds what only this process knows.
     """
+    if str(device) == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     return backends.pickled((job, device), _reduced)
 
 

@@ -172,6 +172,14 @@ def test_a_start_on_a_gpu_leaves_compilers_to_other_processes(tmp_path):
     assert set(line.split()[2:]) <= quick, line
 
 
+def test_a_gpu_without_a_number_is_the_callers(monkeypatch):
+    """PyTorch makes no GPU the current one without its number, so the job would fail."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    device = torch.device("cuda")  # as a backend names it
+    sent = pickle.loads(jobs.write(str, device))  # noqa: S301  # ours
+    assert sent == (str, torch.device("cuda", 3))
+
+
 def test_what_no_process_can_be_told_is_refused(processes):
     assert processes.submit(partial(print, "none has started"), CPU) is None
     processes.start()
