@@ -180,6 +180,15 @@ def test_a_gpu_without_a_number_is_the_callers(monkeypatch):
     assert sent == (str, torch.device("cuda", 3))
 
 
+def test_none_is_asked_where_the_gpu_has_no_memory_for_all(processes, monkeypatch):
+    free_bytes = [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes[-1], 80 << 30))
+    processes.start()
+    for device, free_gib, can in (("cuda", 6, False), ("cuda", 7, True), ("cpu", 0, True)):
+        free_bytes.append(free_gib << 30)  # two processes take 3 GiB each
+        assert processes.can_compile(torch.device(device)) == can
+
+
 def test_what_no_process_can_be_told_is_refused(processes):
     assert processes.submit(partial(print, "none has started"), CPU) is None
     processes.start()
