@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,13 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
 
 import triton
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
 from backends.helper_process import expecting
 from backends.triton_gpu import ahead, backend
 from backends.triton_gpu.shared import launch, place
+from backends.triton_gpu.warm_up import warm_up
 from tests.backends import ahead_calls
 from tests.backends.gpus import H100
 
@@ -207,6 +210,20 @@ def test_none_is_expected_where_kernels_are_on_disk(tmp_path, helpers):
     ahead.expect()
     assert helpers.empty()
     assert not expecting()
+
+
+def test_names_of_kernels_are_found_while_weights_load(monkeypatch):
+    monkeypatch.setattr(ahead, "expect", lambda: None)
+    forget_names()
+    triton_key.cache_clear()
+    where = Naming()
+    where.launches = True
+    before = {*threading.enumerate()}
+    warm_up(lambda _: None, where, (), 1, 1)
+    for thread in {*threading.enumerate()} - before:
+        thread.join()
+    assert triton_key.cache_info().currsize == 1
+    assert all(kernel.kernel.hash is not None for kernel in KERNELS.values())
 
 
 @pytest.mark.parametrize("waits", [True, False])
