@@ -1,20 +1,13 @@
 """The data plane: kernels over paged KV caches and recurrent states, behind one contract.
 
 Backends are chosen by name.
-Importing this imports torch and no toolchain; `get_backend` loads one.
+Importing this imports no torch: most names are loaded when one is asked for. `get_backend` loads a
+toolchain.
 """
 
-from backends.contract import (
-    AttentionTerms,
-    Backend,
-    Capabilities,
-    IndexCall,
-    KVCache,
-    KVLayout,
-    LayerCall,
-    PagedBatch,
-    SharedPrefix,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from backends.errors import (
     BackendError,
     BackendUnavailableError,
@@ -22,15 +15,29 @@ from backends.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
-from backends.registry import BackendStatus, backend_names, get_backend, list_backends
-from backends.sparse import SparseBackend, by_slot, choose
-from backends.states import (
-    DecayGate,
-    LinearAttentionTerms,
-    ShortConvTerms,
-    StateBackend,
-    StateBatch,
-)
+from backends.helper_process import HelperProcess, num_cores, pickled, take_expected
+
+if TYPE_CHECKING:
+    from backends.contract import (
+        AttentionTerms,
+        Backend,
+        Capabilities,
+        IndexCall,
+        KVCache,
+        KVLayout,
+        LayerCall,
+        PagedBatch,
+        SharedPrefix,
+    )
+    from backends.registry import BackendStatus, backend_names, get_backend, list_backends
+    from backends.sparse import SparseBackend, by_slot, choose
+    from backends.states import (
+        DecayGate,
+        LinearAttentionTerms,
+        ShortConvTerms,
+        StateBackend,
+        StateBatch,
+    )
 
 __all__ = [
     "AttentionTerms",
@@ -40,6 +47,7 @@ __all__ = [
     "BackendUnavailableError",
     "Capabilities",
     "DecayGate",
+    "HelperProcess",
     "IndexCall",
     "InvalidArgumentError",
     "KVCache",
@@ -59,4 +67,20 @@ __all__ = [
     "choose",
     "get_backend",
     "list_backends",
+    "num_cores",
+    "pickled",
+    "take_expected",
 ]
+
+_HOMES = ("contract", "registry", "sparse", "states")
+
+
+def __getattr__(name: str) -> object:
+    """Load the names of `__all__` that need torch; they are attributes from then on."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for home in _HOMES:
+        names = vars(import_module(f"{__name__}.{home}"))
+        globals().update({each: names[each] for each in __all__ if each in names})
+    value: object = globals()[name]
+    return value

@@ -32,7 +32,7 @@ KVCORE_LAYERS = (
 )
 
 BACKENDS_LAYERS = (
-    ("errors",),
+    ("errors", "helper_process"),
     ("contract",),
     ("sparse", "states"),
     ("checks", "oracle", "registry"),

@@ -14,17 +14,14 @@ outlives its caller.
 Does not know: which calls there are, what Triton keeps where.
 """
 
-import io
 import os
 import pickle
 import select
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -35,6 +32,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from backends.helper_process import HelperProcess, expecting, num_cores, pickled, take_expected
 from backends.triton_gpu.shared.place import Gpu, Kernel, Place
 
 _COMMAND = "from backends.triton_gpu.ahead import main; main()"
@@ -45,19 +43,13 @@ MOST_CHILDREN = 16
 PATIENCE_S = 60.0
 """How long none of them finishes a call before the caller goes on without them."""
 JOB_S = 180.0
-"""How long a helper waits for a warm-up that is expected: weights load meanwhile."""
+"""How long a helper waits for a warm-up, if none comes and its caller does not end it."""
 SOON_S = 0.15
 """A call that takes longer compiles a kernel: reading one from disk takes a few hundredths."""
 
 
 Calls = Callable[[Place], Sequence[Callable[[], object]]]
 """What makes calls that launch kernels at a place; for another process to find by its name."""
-
-
-@cache
-def expecting() -> "list[subprocess.Popen[bytes]]":
-    """Helpers of this process that wait for a warm-up: one at most. O(1)."""
-    return []
 
 
 def expect() -> None:
@@ -102,7 +94,7 @@ class _Compilers:
 
     def __init__(self, gpu: Gpu, calls: Calls) -> None:
         self._job = gpu, calls
-        self._helper: subprocess.Popen[bytes] | None = None
+        self._helper: HelperProcess | None = None
         self._listener: threading.Thread | None = None
         self._finished: SimpleQueue[int | None] = SimpleQueue()
         self._starting, self._is_over = threading.Lock(), threading.Event()
@@ -124,11 +116,11 @@ class _Compilers:
         try:
             if not self._is_needed():
                 return
-            job = _pickled(self._job)
+            job = pickled(self._job, _by_looks)
             with self._starting:
                 if self._is_over.is_set():
                     return
-                self._helper = helper = _expected() or _start()
+                self._helper = helper = take_expected() or _start()
         except Exception:  # noqa: BLE001  # no Python, no processes: the caller compiles
             return
         self._listen(helper, job)
@@ -148,7 +140,7 @@ class _Compilers:
             return self._finished.get(timeout=PATIENCE_S)
         return None
 
-    def _listen(self, helper: "subprocess.Popen[bytes]", job: bytes) -> None:
+    def _listen(self, helper: HelperProcess, job: bytes) -> None:
         with suppress(OSError, ValueError):  # the helper has ended, or is ended now
             if helper.stdin:
                 helper.stdin.write(job)
@@ -164,46 +156,22 @@ class _Compilers:
     def _end(self) -> None:
         self._is_over.set()
         with self._starting:
-            helper, self._helper = self._helper or _expected(), None
+            helper, self._helper = self._helper or take_expected(), None
         if helper is None:
             return
-        if self.have_begun.is_set() and helper.stdin:
-            with suppress(OSError, subprocess.TimeoutExpired):
-                helper.stdin.close()  # it ends its children then, and waits for them
-                helper.wait(_END_S)
-        with suppress(ProcessLookupError):  # also of a helper that has left children
-            os.killpg(helper.pid, signal.SIGKILL)
+        helper.kill()
         helper.wait()
         if self._listener:
             self._listener.join(_END_S)
             if self._listener.is_alive():  # a fork of another thread's has the pipe
                 return
-        with suppress(OSError), helper:  # closes the pipes
-            pass
+        helper.close()
 
 
-def _expected() -> "subprocess.Popen[bytes] | None":
-    """The helper that was started before, if it still waits."""
-    while expecting():
-        helper = expecting().pop()
-        if helper.poll() is None:
-            return helper
-        with helper:  # closes the pipes
-            pass
-    return None
-
-
-def _start() -> "subprocess.Popen[bytes]":
+def _start() -> HelperProcess:
     if not hasattr(os, "fork"):
         raise OSError("this system does not fork")
-    return subprocess.Popen(  # noqa: S603  # this very Python
-        [sys.executable, "-P", "-c", _COMMAND],  # -P: what lies here is not imported
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _path()},
-        start_new_session=True,  # a group, to be ended as one
-    )
+    return HelperProcess(_COMMAND, {"CUDA_VISIBLE_DEVICES": ""}, answers=True)
 
 
 def main() -> None:
@@ -218,7 +186,6 @@ def main() -> None:
     share = num_children(len(calls))
     _say(_BEGUN)
     children = [_fork(range(first, len(calls), share), calls) for first in range(share)]
-    threading.Thread(target=_end_with_caller, args=(children,), daemon=True).start()
     for child in children:
         os.waitpid(child, 0)
     os._exit(0)  # its caller waits: nothing that is loaded needs to be taken apart
@@ -226,10 +193,7 @@ def main() -> None:
 
 def num_children(num_calls: int) -> int:
     """Processes that share `num_calls` calls: one a core of this process's share of the machine."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
-    neighbours = max(1, int(said)) if said.isdecimal() else 1
-    cores = len(os.sched_getaffinity(0)) // neighbours
-    return max(1, min(num_calls, cores, MOST_CHILDREN))
+    return max(1, min(num_calls, num_cores(), MOST_CHILDREN))
 
 
 def _fork(numbers: Sequence[int], calls: Sequence[Callable[[], object]]) -> int:
@@ -243,15 +207,6 @@ def _fork(numbers: Sequence[int], calls: Sequence[Callable[[], object]]) -> int:
                 _say(b"%d\n" % number)
     finally:
         os._exit(0)
-
-
-def _end_with_caller(children: Sequence[int]) -> None:
-    """End the children when the caller closes its pipe or has ended."""
-    while os.read(0, 1):
-        pass
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
 
 
 def _say(line: bytes) -> None:
@@ -312,26 +267,11 @@ class _Driver:
         return 0
 
 
-class _Pickler(pickle.Pickler):
-    """Of tensors it keeps how they look."""
-
-    def reducer_override(self, value: object) -> Any:  # noqa: ANN401  # as Python has it
-        """See `pickle.Pickler`."""
-        if isinstance(value, Tensor):
-            return _seen, (tuple(value.shape), value.stride(), value.dtype)
-        return NotImplemented
-
-
-def _pickled(job: tuple[Gpu, Calls]) -> bytes:
-    written = io.BytesIO()
-    _Pickler(written).dump(job)
-    return written.getvalue()
+def _by_looks(value: object) -> Any:  # noqa: ANN401  # as Python has it
+    if isinstance(value, Tensor):
+        return _seen, (tuple(value.shape), value.stride(), value.dtype)
+    return NotImplemented
 
 
 def _seen(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
-def _path() -> str:
-    """Where the helper finds what this process has found."""
-    return os.pathsep.join(str(Path(each).absolute()) for each in sys.path)

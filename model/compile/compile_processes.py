@@ -25,9 +25,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backends import HelperProcess, num_cores, take_expected
 from model.compile.stored_files import can_store, has_stored
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ _COMMAND = "from model.compile.compile_processes import serve; serve()"
 _MOST = 8  # a network of one kind of layer has 5 different pieces; draws, and steps of few tokens
 _CORES = 2  # of each: for itself, and for other work of the start
 _GPU_BYTES = 3 << 30  # of each: a context, and the arrays on which kernels are timed
-_LOOK_S = 0.5  # how often a process looks whether its caller is there
 _PATIENCE_S = 120.0  # how long a job may take
 _SIZE = struct.Struct(">Q")
 PIECES = "pieces"
@@ -51,8 +50,8 @@ class CompileProcesses:
     """Processes that wait for a job each; see `compile_processes`."""
 
     def __init__(self) -> None:
-        self._waiting: list[subprocess.Popen[bytes]] = []
-        self._all: list[subprocess.Popen[bytes]] = []
+        self._waiting: list[HelperProcess] = []
+        self._all: list[HelperProcess] = []
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -92,16 +91,19 @@ class CompileProcesses:
         return None
 
     def close(self) -> None:
-        """End them, whatever they do; none will be started again. O(processes)."""
+        """End them, whatever they do; none will be started again. O(processes).
+
+        And helpers that a backend expected to need: all kernels are there, or the start has failed.
+        """
         with self._lock:
             self._is_over = True
             ended, self._all, self._waiting = self._all, [], []
+        while expected := take_expected():
+            ended.append(expected)
         for process in ended:
-            if process.returncode is None:  # else its number may be another's
-                _kill(process)
+            process.kill()
         for process in ended:
-            with suppress(OSError), process:  # waits, and closes the pipe
-                pass
+            process.close()
 
 
 @cache
@@ -120,8 +122,6 @@ def serve() -> None:
 
 def serve_one(prepare: Callable[[], object]) -> None:
     """Be such a process: prepare for any job, do the one that comes, and end. Never returns."""
-    # Before anything is loaded: the caller may have ended by then.
-    threading.Thread(target=_end_with_caller, args=(int(sys.argv[1]),), daemon=True).start()
     with suppress(Exception):
         prepare()
     stdin = sys.stdin.buffer
@@ -130,64 +130,26 @@ def serve_one(prepare: Callable[[], object]) -> None:
         content = stdin.read(*_SIZE.unpack(head))
         with suppress(Exception):  # the caller meets the error itself
             import_module("model.compile.jobs").run(content)
-    _end_group()
-
-
-def _end_with_caller(caller: int) -> None:
-    """End when the caller has ended."""
-    while os.getppid() == caller:
-        time.sleep(_LOOK_S)
-    _end_group()
-
-
-def _end_group() -> None:
-    """End this process and those that it has started."""
-    os.killpg(0, signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)  # also what the job has left
 
 
 def _num_processes() -> int:
     """As many as this process's share of the machine has cores for; none if they only share."""
-    cores = _num_cores()
+    cores = num_cores()
     return min(_MOST, cores // _CORES) if cores > _CORES else 0
 
 
-def _num_cores() -> int:
-    if not hasattr(os, "sched_getaffinity"):
-        return 0
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
-    neighbours = max(1, int(said)) if said.isdecimal() else 1
-    return len(os.sched_getaffinity(0)) // neighbours
-
-
-def _start() -> "subprocess.Popen[bytes]":
+def _start() -> HelperProcess:
     # They compile beside each other: none starts processes of PyTorch's own.
-    given = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ, "PYTHONPATH": _path()}
-    process = subprocess.Popen(  # noqa: S603  # this very Python
-        # -P: what lies here is not imported
-        [sys.executable, "-P", "-c", _COMMAND, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=given,
-        start_new_session=True,  # a group, to be ended as one
-    )
+    threads = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    process = HelperProcess(_COMMAND, {"TORCHINDUCTOR_COMPILE_THREADS": threads})
     if process.stdin is not None:  # a small pipe refuses a job
         os.set_blocking(process.stdin.fileno(), False)
     return process
 
 
-def _wait(process: "subprocess.Popen[bytes]", until_s: float) -> None:
+def _wait(process: HelperProcess, until_s: float) -> None:
     try:
         process.wait(max(0.0, until_s - time.monotonic()))
     except subprocess.TimeoutExpired:
-        _kill(process)
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError, PermissionError):  # also what it has left
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _path() -> str:
-    """Where another process finds what this one has found."""
-    return os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
+        process.kill()

@@ -6,7 +6,6 @@ dtypes.
 Does not know: what a job compiles, which process does it.
 """
 
-import io
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
+
+import backends
 
 Job = Callable[[], object]
 """Compiles something and stores it; for another process to find by its name."""
@@ -24,14 +25,14 @@ def write(job: Job, device: torch.device) -> bytes:
 
     Args:
         job: gets tensors without memory for those that it holds.
-        device: the current one while it is done.
+        device: the current one while it is done; a GPU without a number is the caller's.
 
     Raises:
         Exception: it holds what only this process knows.
     """
-    written = io.BytesIO()
-    _Pickler(written).dump((job, device))
-    return written.getvalue()
+    if str(device) == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return backends.pickled((job, device), _reduced)
 
 
 def run(content: bytes) -> None:
@@ -52,20 +53,17 @@ def do_all(jobs: Sequence[Job]) -> None:
         job()
 
 
-class _Pickler(pickle.Pickler):
-    """Of tensors it keeps how they look, of graphs their operations, of operators the name."""
-
-    def reducer_override(self, value: object) -> Any:  # noqa: ANN401  # as Python has it
-        """See `pickle.Pickler`."""
-        if isinstance(value, Tensor):
-            if value.storage_offset():
-                raise ValueError("wanted tensors that begin where their memory does")
-            return _seen, (tuple(value.shape), value.stride(), value.dtype, value.device)
-        if isinstance(value, fx.GraphModule):
-            return _module, (_operations(value.graph),)
-        if isinstance(value, torch._ops.OpOverload):  # noqa: SLF001
-            return _operator, (str(value),)
-        return NotImplemented
+def _reduced(value: object) -> Any:  # noqa: ANN401  # as Python has it
+    """Of tensors how they look, of graphs their operations, of operators the name."""
+    if isinstance(value, Tensor):
+        if value.storage_offset():
+            raise ValueError("wanted tensors that begin where their memory does")
+        return _seen, (tuple(value.shape), value.stride(), value.dtype, value.device)
+    if isinstance(value, fx.GraphModule):
+        return _module, (_operations(value.graph),)
+    if isinstance(value, torch._ops.OpOverload):  # noqa: SLF001
+        return _operator, (str(value),)
+    return NotImplemented
 
 
 class _Number(int):

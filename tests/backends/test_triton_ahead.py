@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,13 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
 
 import triton
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
+from backends.helper_process import expecting
 from backends.triton_gpu import ahead, backend
 from backends.triton_gpu.shared import launch, place
+from backends.triton_gpu.warm_up import warm_up
 from tests.backends import ahead_calls
 from tests.backends.gpus import H100
 
@@ -166,9 +170,9 @@ def expected(tmp_path, monkeypatch):
     for interpreting in (True, False, False):
         where = place.Place(interpreting=interpreting)
         backend.TritonBackend(where).warmup((), max_num_seqs=1, max_query_len=1)
-    [helper] = ahead.expecting()
+    [helper] = expecting()
     yield helper
-    ahead.expecting().clear()
+    expecting().clear()
     helper.kill()
     with helper:
         pass
@@ -184,7 +188,7 @@ def test_a_helper_that_was_expected_compiles_if_it_still_waits(
     else:
         monkeypatch.setattr(ahead, "_start", None)
     assert all_are_waited_for(made(tmp_path, "compiles"))
-    assert not ahead.expecting()
+    assert not expecting()
     assert expected.poll() is not None
 
 
@@ -197,7 +201,7 @@ def test_calls_that_end_before_a_helper_is_asked_end_the_one_that_was_expected(
     compilers = idle()
     compilers._end()
     compilers._run()
-    assert not ahead.expecting()
+    assert not expecting()
     assert expected.returncode is not None
 
 
@@ -205,7 +209,21 @@ def test_none_is_expected_where_kernels_are_on_disk(tmp_path, helpers):
     (tmp_path / "kernels/of another start").mkdir(parents=True)
     ahead.expect()
     assert helpers.empty()
-    assert not ahead.expecting()
+    assert not expecting()
+
+
+def test_names_of_kernels_are_found_while_weights_load(monkeypatch):
+    monkeypatch.setattr(ahead, "expect", lambda: None)
+    forget_names()
+    triton_key.cache_clear()
+    where = Naming()
+    where.launches = True
+    before = {*threading.enumerate()}
+    warm_up(lambda _: None, where, (), 1, 1)
+    for thread in {*threading.enumerate()} - before:
+        thread.join()
+    assert triton_key.cache_info().currsize == 1
+    assert all(kernel.kernel.hash is not None for kernel in KERNELS.values())
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -269,7 +287,7 @@ def no_threads(self):
         (sys, "executable", "/no/such/python"),
         (sys, "executable", None),
         (ahead.threading.Thread, "start", no_threads),
-        (ahead, "_path", lambda: 1 / 0),
+        (sys, "path", [*sys.path, None]),
     ],
 )
 def test_without_a_helper_the_caller_makes_all_calls(tmp_path, monkeypatch, where, name, value):

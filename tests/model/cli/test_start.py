@@ -4,13 +4,16 @@ import gc
 import re
 import subprocess
 import sys
+import weakref
 
 import pytest
 
+import backends
 from model.cli import start
 from model.cli.imports import importing
 from model.cli.options import ModelOptions
 from model.control.config import EngineConfig
+from model.errors import ModelNotFoundError
 from model.host import uncollected
 
 NOT_ASKED_FOR = {
@@ -89,11 +92,19 @@ def test_garbage_is_collected_again_once_all_threads_that_pause_it_are_done():
     assert gc.isenabled()
 
 
+class Circle:
+    """Garbage that only a collection finds."""
+
+    def __init__(self):
+        self.itself = self
+
+
 def test_an_engine_is_made_without_garbage_collection_and_collected_before_it_serves(monkeypatch):
-    seen, was_frozen = [], gc.get_freeze_count()
+    seen, left, was_frozen = [], [], gc.get_freeze_count()
 
     def engine_of(*given, **more):
         seen.append(gc.isenabled())
+        left.append(weakref.ref(Circle()))
         return make(*given, **more)
 
     make = start.engine_of
@@ -101,7 +112,22 @@ def test_an_engine_is_made_without_garbage_collection_and_collected_before_it_se
     try:
         start.make_engine(ModelOptions(), EngineConfig(num_blocks=16, eager=True))
         assert seen == [False]
+        assert [each() for each in left] == [None]
         assert gc.isenabled()
         assert gc.get_freeze_count() > was_frozen
     finally:
         gc.unfreeze()
+
+
+def test_a_backend_may_begin_before_weights_are_read(monkeypatch):
+    events = []
+
+    def load(*_):
+        events.append("weights")
+        raise ModelNotFoundError("wanted a model")
+
+    backend = type(backends.get_backend("numba"))
+    monkeypatch.setattr(backend, "warmup", lambda _, layers, **sizes: events.append(layers))
+    with pytest.raises(ModelNotFoundError):
+        start.start("a model", "numba", "float32", config=EngineConfig(), load=load)
+    assert events == [(), "weights"]

@@ -16,12 +16,13 @@ import torch
 import torch._inductor
 from torch import fx, nn
 
+from backends import HelperProcess
+from backends.helper_process import expecting
 from model.cli import start as cli_start
 from model.cli.options import ModelOptions
 from model.cli.prefetch import may_share_compiling
-from model.compile import compile_processes, pieces, piecewise
+from model.compile import compile_processes, jobs, pieces, piecewise
 from model.compile.compile_processes import PIECES, CompileProcesses
-from model.compile.jobs import _Pickler
 from model.compile.piecewise import compile_piecewise
 from model.compile.stored_files import has_stored, write_file
 from model.compile.traced_network import trace_network
@@ -171,6 +172,23 @@ def test_a_start_on_a_gpu_leaves_compilers_to_other_processes(tmp_path):
     assert set(line.split()[2:]) <= quick, line
 
 
+def test_a_gpu_without_a_number_is_the_callers(monkeypatch):
+    """PyTorch makes no GPU the current one without its number, so the job would fail."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    device = torch.device("cuda")  # as a backend names it
+    sent = pickle.loads(jobs.write(str, device))  # noqa: S301  # ours
+    assert sent == (str, torch.device("cuda", 3))
+
+
+def test_none_is_asked_where_the_gpu_has_no_memory_for_all(processes, monkeypatch):
+    free_bytes = [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes[-1], 80 << 30))
+    processes.start()
+    for device, free_gib, can in (("cuda", 6, False), ("cuda", 7, True), ("cpu", 0, True)):
+        free_bytes.append(free_gib << 30)  # two processes take 3 GiB each
+        assert processes.can_compile(torch.device(device)) == can
+
+
 def test_what_no_process_can_be_told_is_refused(processes):
     assert processes.submit(partial(print, "none has started"), CPU) is None
     processes.start()
@@ -242,7 +260,7 @@ def test_half_a_piece_is_none(processes, tmp_path):
     assert not has_stored(PIECES)
 
 
-def test_a_graph_arrives_as_it_was(tmp_path):
+def test_a_graph_arrives_as_it_was():
     graph = fx.Graph()
     x = graph.placeholder("x0")
     size = graph.call_method("size", (x, 0))
@@ -253,9 +271,7 @@ def test_a_graph_arrives_as_it_was(tmp_path):
     graph.output((graph.call_function(torch.mean, (shaped, [-1]), {"keepdim": True}), size))
     sent = fx.GraphModule(nn.Module(), graph)
     tensor = torch.zeros(3, 4, dtype=torch.float16).T
-    with (tmp_path / "job").open("wb") as file:
-        _Pickler(file).dump((sent, tensor))
-    came, seen = pickle.loads((tmp_path / "job").read_bytes())  # noqa: S301  # ours
+    (came, seen), _ = pickle.loads(jobs.write((sent, tensor), CPU))  # noqa: S301  # ours
     assert came.code == sent.code
     assert seen.shape == (4, 3)
     assert seen.stride() == (1, 4)
@@ -299,20 +315,21 @@ def test_a_folder_that_may_not_be_read_costs_time_alone(processes, monkeypatch):
     assert len(asked) == 1
 
 
-def test_none_starts_processes_of_its_own_unless_told_to(processes, monkeypatch):
-    seen = []
-
-    def start(*_, env, **__):
-        seen.append(env)
-        return SimpleNamespace(stdin=None)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    for said in (None, "7"):
-        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-        if said is not None:
-            monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", said)
-        compile_processes._start()
-    assert [env["TORCHINDUCTOR_COMPILE_THREADS"] for env in seen] == ["1", "7"]
+@pytest.mark.parametrize(("said", "is_set"), [(None, "1"), ("7", "7")])
+def test_none_starts_processes_of_its_own_unless_told_to(
+    processes, monkeypatch, tmp_path, said, is_set
+):
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    if said is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, said)
+    write = f"pathlib.Path({str(tmp_path / 'seen')!r}).write_text(os.environ[{name!r}])"
+    monkeypatch.setattr(compile_processes, "_COMMAND", f"import os, pathlib; {write}")
+    processes.start()
+    for each in processes._all:
+        each.wait()
+    assert (tmp_path / "seen").read_text() == is_set
 
 
 def test_none_is_started_where_pieces_are_stored_or_none_can_be(processes, monkeypatch, tmp_path):
@@ -353,16 +370,19 @@ def test_a_start_that_fails_ends_them(processes, monkeypatch):
     monkeypatch.setattr(cli_start, "compile_processes", lambda: processes)
     processes.start()
     (first, *_), options = processes._all, ModelOptions(backend="numba")
+    expected = HelperProcess("import time; time.sleep(1000)", {})
     cli_start.make_engine(options, EngineConfig(num_blocks=8))
     assert processes.are_running
 
     def fails(*_):
+        expecting().append(expected)  # for kernels of attention
         raise ModelNotFoundError("wanted a model")
 
     with pytest.raises(ModelNotFoundError):
         cli_start.make_engine(options, EngineConfig(num_blocks=8), load=fails)
     assert not processes.are_running
     assert ends(first.pid)
+    assert ends(expected.pid)
 
 
 @pytest.mark.parametrize(

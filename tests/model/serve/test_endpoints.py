@@ -4,6 +4,7 @@ import json
 
 import httpx
 import pytest
+from fastapi import applications
 
 import kvcore
 from model.async_engine import AsyncEngine
@@ -45,6 +46,21 @@ def test_a_stream_says_what_the_whole_says(http):
 @pytest.mark.parametrize("path", ["/health", "/version", "/v1/models", "/v1/models/tiny"])
 def test_what_can_be_asked_is_answered(http, path):
     assert http.get(path).status_code == 200
+
+
+def test_routes_are_described_once_when_a_client_asks(make_engine, monkeypatch):
+    made, make = [], applications.get_openapi
+    monkeypatch.setattr(applications, "get_openapi", lambda **of: made.append(of) or make(**of))
+    with (
+        Served(AsyncEngine(make_engine), ServeConfig(port=0)) as running,
+        httpx.Client(base_url=running.url, timeout=DEADLINE_S) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        assert not made
+        first, second = (client.get("/openapi.json").json() for _ in range(2))
+        assert "/v1/completions" in first["paths"]
+        assert first == second
+        assert len(made) == 1
 
 
 def test_a_model_whose_name_has_slashes_is_found_by_it(make_engine):

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -12,9 +14,10 @@ import uvicorn
 from model.async_engine import AsyncEngine
 from model.control.params import SamplingParams
 from model.engine import Engine
-from model.errors import RankLostError
+from model.errors import ModelNotFoundError, RankLostError
 from model.serve import process
 from model.serve.app import create_app
+from model.serve.args import parse_args
 from model.serve.config import ServeConfig
 from model.serve.listener import listen
 
@@ -121,3 +124,15 @@ def test_a_signal_while_the_model_loads_ends_the_server_without_a_traceback(monk
     run(AsyncEngine(make), monkeypatch, ask)
     ended.set()
     assert not warnings_in(caplog)
+
+
+def test_what_waits_for_pytorch_goes_on_before_a_model_is_loaded():
+    options = parse_args(["--model", "/no/such/model", "--port", "0"])
+    has_torch, interval_s = threading.Event(), sys.getswitchinterval()
+    try:
+        with listen(options.serve) as listener, pytest.raises(ModelNotFoundError):
+            process.serve(options, listener, has_torch)
+        assert has_torch.is_set()
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval_s)
