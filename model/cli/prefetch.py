@@ -1,4 +1,4 @@
-"""What a start does while Python imports packages: files, the GPU's context, other processes.
+"""What a start does while Python imports packages: weights, the GPU's context, other processes.
 
 Imports take most of a start, and they hold Python's lock. This work does not, so it runs beside
 them on threads of its own.
@@ -25,7 +25,6 @@ from model.host import Event, Host
 
 _AT_ONCE = 1 << 30
 """Bytes of one call, which does not hold Python's lock."""
-_WITH_CUDA = "libtorch_cuda.so"
 
 
 def begin(options: ModelOptions, config: EngineConfig) -> Event:
@@ -44,7 +43,6 @@ def begin(options: ModelOptions, config: EngineConfig) -> Event:
         # PyTorch sets it too, later than the driver reads it. Here, because C code on another
         # thread may read the environment while it moves.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-        _start("libraries", load_libraries)
         _start("gpu", partial(_prepare_gpu, has_torch, config))
     return has_torch
 
@@ -84,14 +82,10 @@ def _may_use_gpu(options: ModelOptions) -> bool:
     """Whether this process will use the first GPU, if there is one; ranks choose theirs later."""
     if options.backend not in ("auto", "triton") or options.tp > 1:
         return False
-    folder = None if os.environ.get("TRITON_INTERPRET") else _libraries()
-    return folder is not None and (folder / _WITH_CUDA).exists()
-
-
-def _libraries() -> Path | None:
-    """The folder of PyTorch's libraries; None: it is not installed."""
     torch = find_spec("torch")
-    return None if torch is None or torch.origin is None else Path(torch.origin).with_name("lib")
+    if torch is None or torch.origin is None or os.environ.get("TRITON_INTERPRET"):
+        return False
+    return Path(torch.origin).with_name("lib").joinpath("libtorch_cuda.so").exists()
 
 
 def read_weights(folder: Path) -> None:
@@ -113,23 +107,6 @@ def read_weights(folder: Path) -> None:
                 place = 0
                 while sent := os.sendfile(null.fileno(), opened.fileno(), place, _AT_ONCE):
                     place += sent
-
-
-def load_libraries() -> None:
-    """Load the libraries that PyTorch's module links. A third of a second.
-
-    The module's import would hold Python's lock meanwhile. The first is the one that PyTorch loads
-    first. Next it loads CUDA's libraries by their paths, lest others of `LD_LIBRARY_PATH` are
-    found: where that is set, the rest is left to it.
-
-    Raises:
-        OSError: one is missing.
-    """
-    folder = _libraries()
-    if folder is not None:
-        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-        if not os.environ.get("LD_LIBRARY_PATH"):
-            ctypes.CDLL(str(folder / _WITH_CUDA))
 
 
 def open_gpu() -> None:

@@ -20,6 +20,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -113,6 +114,12 @@ def _direct(artifact: bytes) -> bytes:
     about = pickle.loads(entry.content).runtime_metadata  # noqa: S301
     products = import_module("torch._inductor.select_algorithm").extern_kernels
     bundle, source = graph._triton_bundle, graph.source_code  # noqa: SLF001
+    if bundle is not None:  # it may hold each kernel twice
+        files = {each.kernel_hash: each for each in bundle.kernel_artifacts}
+        tuners = {each.cache_key: each for each in bundle.static_autotuners}
+        bundle = replace(
+            bundle, kernel_artifacts=[*files.values()], static_autotuners=[*tuners.values()]
+        )
     kernels = [] if bundle is None else [each.kernel_name for each in bundle.static_autotuners]
     called = {*re.findall(r"\bextern_kernels\.(\w+)", source)}
     is_plain = (

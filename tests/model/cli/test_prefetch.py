@@ -92,24 +92,6 @@ def test_where_there_is_a_gpu_its_context_and_compilers_come_before_pytorch_uses
     assert run_here == wanted
 
 
-def test_cudas_libraries_are_those_that_pytorch_finds(torch_with_gpus, monkeypatch):
-    loaded = []
-    fake = types.SimpleNamespace(
-        RTLD_GLOBAL="for all",
-        CDLL=lambda path, mode="for itself": loaded.append((path, mode)),
-    )
-    monkeypatch.setattr(prefetch, "ctypes", fake)
-    first, all_of_them = (
-        (str(torch_with_gpus / f"lib/libtorch_{name}.so"), mode)
-        for name, mode in (("global_deps", "for all"), ("cuda", "for itself"))
-    )
-    for path, wanted in (("/usr/lib", [first]), ("", [first, all_of_them])):
-        monkeypatch.setenv("LD_LIBRARY_PATH", path)
-        prefetch.load_libraries()
-        assert loaded == wanted
-        loaded.clear()
-
-
 def test_no_thread_changes_the_environment(torch_with_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # as it was, after the test
     monkeypatch.delenv("CUDA_MODULE_LOADING")
