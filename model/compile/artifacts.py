@@ -114,12 +114,7 @@ def _direct(artifact: bytes) -> bytes:
     about = pickle.loads(entry.content).runtime_metadata  # noqa: S301
     products = import_module("torch._inductor.select_algorithm").extern_kernels
     bundle, source = graph._triton_bundle, graph.source_code  # noqa: SLF001
-    if bundle is not None:  # it may hold each kernel twice
-        files = {each.kernel_hash: each for each in bundle.kernel_artifacts}
-        tuners = {each.cache_key: each for each in bundle.static_autotuners}
-        bundle = replace(
-            bundle, kernel_artifacts=[*files.values()], static_autotuners=[*tuners.values()]
-        )
+    bundle = None if bundle is None else _once(bundle)
     kernels = [] if bundle is None else [each.kernel_name for each in bundle.static_autotuners]
     called = {*re.findall(r"\bextern_kernels\.(\w+)", source)}
     is_plain = (
@@ -134,6 +129,13 @@ def _direct(artifact: bytes) -> bytes:
     )
     tuned = [(each.key, each.content) for each in found.get("autotune", ())]
     return pickle.dumps((source, bundle, [*graph.inputs_to_check], tuned)) if is_plain else b""
+
+
+def _once(bundle: Any) -> Any:  # noqa: ANN401  # of inductor
+    """Kernels of a piece, each once; those of a GPU are collected twice."""
+    files = {each.kernel_hash: each for each in bundle.kernel_artifacts}
+    tuners = {each.cache_key: each for each in bundle.static_autotuners}
+    return replace(bundle, kernel_artifacts=[*files.values()], static_autotuners=[*tuners.values()])
 
 
 def _run_of(direct: bytes) -> Run:

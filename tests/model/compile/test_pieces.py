@@ -13,7 +13,7 @@ import torch
 from torch import _inductor as inductor
 from torch import fx, nn
 from torch._dynamo.source import ConstantSource
-from torch._inductor import codecache
+from torch._inductor import codecache, triton_bundler
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -134,6 +134,13 @@ def test_a_second_start_reads_no_source_of_pytorch_and_starts_no_process(way, fo
     assert {*threads} == {1}
     assert config.compile_threads != 1
     assert codecache.torch_key is unread
+
+
+def test_a_kernel_that_is_stored_twice_is_one():
+    file, other = (triton_bundler.TritonKernelArtifacts(name, 0, []) for name in ("a", "b"))
+    old, new = (triton_bundler.StaticallyLaunchedAutotuner("a", "add", object()) for _ in range(2))
+    bundle = triton_bundler.TritonBundle([file, other, file], [old, new])
+    assert artifacts._once(bundle) == triton_bundler.TritonBundle([file, other], [new])
 
 
 _SECOND = """
