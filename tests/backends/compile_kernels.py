@@ -213,7 +213,7 @@ class Latents:
 
 LATENTS = (
     Latents(16),
-    Latents(16, vector=16),
+    Latents(32, vector=16, spills=(60, 60)),
     Latents(16, vector=0, block_size=5, features=True),
     Latents(128, spills=(60, 60)),
     Latents(16, spills=(200, 200), e4m3=True),
@@ -246,18 +246,35 @@ def check_latents(case, capability):
 
 
 def check_hopper_latents(case, layer, room):
-    """The kernel for few query tokens, whose rows one group has, or both."""
+    """The kernel for few query tokens."""
     shape = latent.hopper_shape(case.heads, 1)
     cut = Cut(shape.tile, max(32, case.vector) if case.vector else 0, False, case.features)
     form = hopper_latent.Form(layer, cut, shape.rows, shape.heads, chained=True)
     made = make(
         hopper_latent.attend_rows, 90, case.element, form,
-        source=GluonASTSource, num_warps=shape.warps,
+        source=GluonASTSource, num_warps=shape.warps, maxnreg=form.registers.launch,
     )  # fmt: skip
     copies_16_bytes(made, "LDGSTS")
     assert made.count("HGMMA") == 2 * (36 + 32)  # of both groups: a tile's logits, and sums
-    spills = 100 if form.shared else 24 if case.features else 8
-    bound(made, registers=168, shared=room, spills=spills)
+    spills = 100 if shape.rows == hopper_latent.MANY_ROWS else 24
+    bound(made, registers=form.registers.launch, shared=room, spills=spills)
+    by_each_thread = "cp.async.mbarrier.arrive"
+    assert unordered_arrivals(made.ptx.replace(by_each_thread, "")) == 0
+    # for the kernel before: both groups and the copies, and one way out for programs without work
+    assert (made.count("ACQBULK"), made.count("EXIT")) == (4, 3)
+    if shape.rows < hopper_latent.MANY_ROWS:
+        check_merge_of_one(cut, (1 << 16) - 3 * 128 * form.registers.launch)
+
+
+def check_merge_of_one(cut, registers):
+    """The merge of one sequence's latents: a program of it runs beside one of the parts."""
+    step = merge.parts_at_once(256, merge.PIECE, merge.MANY_WARPS)
+    form = merge.Form(
+        cut._replace(vector=1, alike=False), 512, 16, 512, False, 1, step, merge.PIECE, 512, 1,
+        True, 0,
+    )  # fmt: skip
+    made = make(merge._merge_parts, 90, "bf16", form, num_warps=merge.MANY_WARPS)
+    bound(made, registers=registers // (32 * merge.MANY_WARPS), shared=4 << 10)
 
 
 def check_wide_latents():

@@ -13,15 +13,16 @@ each case alone. All have to be of one of three kinds, and all are a read after 
   is written there: the number of a part, or the one that ends the program.
 - What a part is given. The first four warps leave it at fixed addresses, before the same barrier.
   A hazard passes if its address is one of those, one of these warps wrote it, and another read it.
-- What one group of four warps stores for the other, which waits for a barrier before it reads. With
-  latents, the second group stores its sums for the first; with wide latents, the first group stores
-  its factors for the second. A hazard passes if the right group wrote it, in a function that stores
-  this, and the other group read it, in the function that waits.
+- What one group of four warps stores for the other, which waits for a barrier before it reads: with
+  wide latents, the first group stores its factors for the second. A hazard passes if the right
+  group wrote it, in a function that stores this, and the other group read it, in the function that
+  waits.
 
 Three small kernels stand beside them. One has parts that wait for a barrier and share nothing else:
 it gets the first reports, so that nothing of ours is needed for them. One hands numbers over as the
-latents' groups do, and gets such reports too, though its numbers are always right. The last has a
-race of its own, of plain loads and stores: it is reported, so that another race of ours would be.
+groups of wide latents do, and gets such reports too, though its numbers are always right. The last
+has a race of its own, of plain loads and stores: it is reported, so that another race of ours would
+be.
 (What racecheck does not follow are the copies of the copy engine and what matrix instructions read;
 for those stand the tests whose second run must be equal bit by bit.)
 
@@ -250,8 +251,6 @@ def _awaited(name):
         return _Awaited(1, (_part,), 0, _part)
     if name.startswith("wide"):
         return _Awaited(0, (wide._publish, wide._lead_rows), 1, wide._follow)
-    if name.startswith("latents"):
-        return _Awaited(1, (hopper_latent._help,), 0, hopper_latent._attend)
     return None
 
 

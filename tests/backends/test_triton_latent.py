@@ -50,6 +50,7 @@ SHAPES = [
     MLA.with_(name="e4m3", cache_dtype=E4M3, scales="head", seqs=MIXED),
     MLA.with_(name="one long, many short", seqs=((1, 9000), *[(1, 40)] * 60)),
     MLA.with_(name="alike", seqs=MIXED, batch_invariant=True),
+    MLA.with_(name="more sequences than are planned", seqs=((1, 9),) * 1030, group=2),
 ]
 
 
@@ -103,6 +104,33 @@ class TestOnAGpu:
             again = dataclasses.replace(inputs.batch, seq_lens=held.seq_lens.clone())
             wanted = triton.paged_attention(inputs.query, inputs.cache, again, inputs.terms)
             assert torch.equal(bits(out), bits(wanted))
+
+    @pytest.mark.parametrize("what", ["query", "cache"])
+    def test_what_the_kernel_before_wrote_is_read(self, triton, what):
+        first, second = (
+            build(MLA.with_(seqs=((1, 3000),), seed=seed), triton.device) for seed in (1, 2)
+        )
+        written = second.query[:, :, :512]
+        if what == "cache":
+            block_id = int(second.batch.block_table[0, 90])
+            written = second.cache.k[block_id, :, 0, :512][None]
+
+        def write():
+            written.fill_(float("nan"))
+            triton.paged_attention(first.query, first.cache, first.batch, first.terms, out=written)
+
+        write()
+        torch.cuda.synchronize()
+        wanted = second.run(triton).clone()
+        assert wanted.isfinite().all()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            write()
+            second.run(triton)
+        for _ in range(20):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(bits(second.out), bits(wanted))
 
     def test_alike_a_row_is_bit_for_bit_the_same_alone(self, triton):
         many = build(

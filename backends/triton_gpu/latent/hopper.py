@@ -2,9 +2,13 @@
 
 The formula, the rows and the parts of `latent`, whose kernels serve what this one cannot
 (`can_attend`), and tiles of many query tokens. There the products of a tile wait for its copy and
-hold up the next one. Here four warps copy and two groups of four multiply. Up to 16 rows, which
-reading bounds, each group takes the tiles of its own buffer, every other one, and at the end they
-add up; more rows are shared out, half to each group, and each takes every tile.
+hold up the next one. Here four warps copy and two groups of four multiply: each group has half of
+the rows and takes every tile.
+
+A program may be launched while the kernel before it still runs. It then reads only lengths and
+block tables, which no kernel writes that launches the next one early; queries, latents, sinks and
+everything that is stored wait. Likewise the merge is launched early, and finds registers beside a
+program of few rows.
 
 Layout: in shared memory two tiles of 64 latents, cut where the values end, and the rows of the
 queries. Logits are latents x queries, sums are numbers x queries: the tile is the left side of both
@@ -48,15 +52,13 @@ from backends.triton_gpu.shared.softmax import (
     is_within,
     load_entries,
     load_sinks,
-    raise_highest,
 )
 
 TILE = 64
 REST = 64
 WARPS = 4
-MOST_ROWS_OF_ONE_GROUP = 16
-CONSUMER_REGISTERS = 200
-LOADER_REGISTERS = 96
+MANY_ROWS = 64
+"""Their sums alone take 128 registers of a thread that multiplies values of 512 numbers."""
 
 
 class _Tiles(NamedTuple):
@@ -71,10 +73,6 @@ class _Tiles(NamedTuple):
     empty: gl.tensor
     ready: gl.tensor
     """That a group's queries are there."""
-    done: gl.tensor
-    """That the second group's result is there, of rows that both share."""
-    ends: gl.tensor
-    """The maximum and the total of that result."""
 
 
 class _Keys(NamedTuple):
@@ -117,12 +115,13 @@ class _Rows(NamedTuple):
 def _load_tiles(
     cache: gl.tensor, table: gl.tensor, begin: gl.tensor, end: gl.tensor,
     c_tiles: gl.tensor, r_tiles: gl.tensor, full: gl.tensor, empty: gl.tensor,
-    LAYER: gl.constexpr,
+    FORM: gl.constexpr,
 ) -> None:  # fmt: skip
     """Copy the tiles that hold the keys begin .. end - 1, each into the other buffer.
 
     Entries of the table are loaded a tile ahead.
     """
+    LAYER: gl.constexpr = FORM.layer
     BLOCK_SIZE: gl.constexpr = LAYER.block_size
     TILE: gl.constexpr = c_tiles.shape[1]
     VALUES: gl.constexpr = c_tiles.shape[2]
@@ -137,6 +136,8 @@ def _load_tiles(
     key, rest_key = first + lane, first + rest_lane
     block = load_entries(table, key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
     rest_block = load_entries(table, rest_key, begin, end, BLOCK_SIZE, HAS_BEGIN=True)
+    if FORM.chained:
+        gdc_wait()
     for i in range((end - first + TILE - 1) // TILE):
         buffer = i % 2
         live = is_within(key, begin, end, HAS_BEGIN=True)
@@ -163,10 +164,7 @@ def _walk(
     q: gl.tensor, q_rest: gl.tensor, tiles: gl.tensor, keys: gl.tensor, limit: gl.tensor,
     FORM: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Each row's highest logit (base 2), total weight, and weighted sum of values [VALUES, ROWS].
-
-    Over all tiles if each warp group has its own rows, otherwise over those in its own buffer.
-    """
+    """Each row's highest logit (base 2), total weight, weighted sum of values [VALUES, ROWS]."""
     LAYER: gl.constexpr = FORM.layer
     TILE: gl.constexpr = tiles.latents.shape[1]
     VALUES: gl.constexpr = tiles.latents.shape[2]
@@ -181,9 +179,8 @@ def _walk(
     low, high = keys.begin, gl.minimum(limit, keys.end)[None, :]
     if LAYER.has_window:
         low = gl.maximum(limit - keys.window, low)[None, :]
-    FROM: gl.constexpr = 0 if FORM.shared else GROUP_ID
-    for i in range(FROM, (keys.end - first + TILE - 1) // TILE, 1 if FORM.shared else 2):
-        buffer = i % 2 if FORM.shared else GROUP_ID
+    for i in range((keys.end - first + TILE - 1) // TILE):
+        buffer = i % 2
         c, r = tiles.latents.index(buffer), tiles.rest.index(buffer)
         mbarrier.wait(tiles.full.index(buffer), i // 2 & 1)
         fence_async_shared()
@@ -215,23 +212,6 @@ def _limits(
 
 
 @gluon_function
-def _help(
-    q: gl.tensor, q_rest: gl.tensor, tiles: gl.tensor, keys: gl.tensor, FORM: gl.constexpr
-) -> None:
-    """The second group of two that share rows: its tiles, left in its buffer for the first."""
-    ROWS: gl.constexpr = q.shape[0]
-    VALUES: gl.constexpr = tiles.latents.shape[2]
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    limit = _limits(keys, ROWS, FORM.heads, 0)
-    mbarrier.wait(tiles.ready.index(0), 0)
-    highest, total, sums = _walk(q, q_rest, tiles, keys, limit, FORM, GROUP_ID=1)
-    tiles.latents.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN).store(sums)  # noqa: SLF001
-    tiles.ends.index(0).store(highest)
-    tiles.ends.index(1).store(total)
-    mbarrier.arrive(tiles.done.index(0), count=1)
-
-
-@gluon_function
 def _load_queries(
     rows: gl.tensor, keys: gl.tensor, q: gl.tensor, offset: gl.tensor,
     FORM: gl.constexpr, OFFSET: gl.constexpr,
@@ -241,7 +221,8 @@ def _load_queries(
     ROWS: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     Q_ALIGN: gl.constexpr = LAYER.q_align
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LANES: gl.constexpr = [4, 8] if WIDTH < 256 else [1, 32]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], LANES, [4, 1], [1, 0])
     row = OFFSET + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     token = keys.token + row // FORM.heads
@@ -258,28 +239,20 @@ def _attend(
     q: gl.tensor, q_rest: gl.tensor, tiles: gl.tensor, keys: gl.tensor, rows: gl.tensor,
     FORM: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
-    """A group's queries, its tiles, and the result; that of both groups where they share rows."""
+    """A group's queries, all tiles, and the result."""
     LAYER: gl.constexpr = FORM.layer
-    ROWS: gl.constexpr = q.shape[0]
     VALUES: gl.constexpr = tiles.latents.shape[2]
+    ROWS: gl.constexpr = q.shape[0]
     OFFSET: gl.constexpr = GROUP_ID * ROWS
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     limit = _limits(keys, ROWS, FORM.heads, OFFSET)
+    if FORM.chained:
+        gdc_wait()
     _load_queries(rows, keys, q, 0, FORM, OFFSET)
     _load_queries(rows, keys, q_rest, VALUES, FORM, OFFSET)
     fence_async_shared()
     mbarrier.arrive(tiles.ready.index(GROUP_ID), count=1)
     mbarrier.wait(tiles.ready.index(GROUP_ID), 0)
     highest, total, sums = _walk(q, q_rest, tiles, keys, limit, FORM, GROUP_ID)
-    if not FORM.shared:
-        mbarrier.wait(tiles.done.index(0), 0)
-        others = tiles.latents.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN)  # noqa: SLF001
-        other_highest = tiles.ends.index(0).load(highest.type.layout)
-        top, own = raise_highest(highest, other_highest)
-        other = gl.exp2(other_highest - top)
-        total = total * own + tiles.ends.index(1).load(highest.type.layout) * other
-        sums = sums * own[None, :] + others.load(sums.type.layout) * other[None, :]
-        highest = top
     row = OFFSET + gl.arange(0, ROWS, highest.type.layout)
     head = rows.head + row % FORM.heads
     token = keys.token + row // FORM.heads
@@ -299,18 +272,6 @@ def _attend(
         at = rows.place + token * LAYER.num_heads + head
         gl.store(rows.partial + at[None, :] * VALUES + dim, result, mask=mask)
         gl.store(rows.partial + rows.rows * VALUES + at, highest + gl.log2(total), mask=live)
-
-
-@gluon_function
-def _attend_or_help(
-    q: gl.tensor, q_rest: gl.tensor, tiles: gl.tensor, keys: gl.tensor, rows: gl.tensor,
-    FORM: gl.constexpr,
-) -> None:  # fmt: skip
-    """The second group, with rows of its own or with those of the first."""
-    if FORM.shared:
-        _attend(q, q_rest, tiles, keys, rows, FORM, 1)
-    else:
-        _help(q, q_rest, tiles, keys, FORM)
 
 
 @gluon_function
@@ -356,48 +317,56 @@ def attend_rows(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if FORM.chained:
         gdc_launch_dependents()
-        gdc_wait()
     item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
     lengths = Lengths(query_start_loc, seq_lens, num_seqs, most, window, target, 0)
     here = gl.arange(0, CUT.vector or 1, LANES)
     s, split, splits = find_part(item, here, lengths, CUT)
     if s >= num_seqs:
+        if FORM.chained:  # the kernel after this one relies on the end of all before it
+            gdc_wait()
         return
     start, query_len, length = load_seq(lengths, s)
     seen, total_tiles = count_tiles(s, query_len, length, lengths, CUT)
     token = gl.program_id(0) // SLICES * (FORM.rows // FORM.heads)
     if (total_tiles == 0) | (token >= query_len):
+        if FORM.chained:
+            gdc_wait()
         return
     begin, end = keys_of_split(seen, length, total_tiles, split, splits, CUT)
     begin = gl.maximum(begin, seen)
     head = gl.program_id(0) % SLICES * FORM.heads
     dtype: gl.constexpr = cache.dtype.element_ty
-    GROUPS: gl.constexpr = 2 if FORM.shared else 1
-    OWN: gl.constexpr = FORM.rows // GROUPS
+    OWN: gl.constexpr = FORM.rows // 2
     TILE: gl.constexpr = CUT.tile
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, OWN], dtype)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q, q_rest = _allocate(dtype, GROUPS, OWN, LAYER.head_dim, LAYER.rest_dim)
+    q, q_rest = _allocate(dtype, 2, OWN, LAYER.head_dim, LAYER.rest_dim)
     c_tiles, r_tiles = _allocate(dtype, 2, TILE, LAYER.head_dim, LAYER.rest_dim)
     p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, OWN], WEIGHTS)
-    ends = gl.allocate_shared_memory(gl.float32, [2, OWN], PLAIN)
-    full, empty = allocate_barriers(2, 128), allocate_barriers(2, GROUPS)
-    ready = allocate_barriers(2, 1)
-    done = ready if FORM.shared else allocate_barriers(1, 1)  # unused by rows of one group
+    full, empty, ready = allocate_barriers(2, 128), allocate_barriers(2, 2), allocate_barriers(2, 1)
     fence_async_shared()
     table = tables + s.to(gl.int64) * table_stride
     num_rows = gl.num_programs(1) * gl.num_programs(2) * most * LAYER.num_heads
-    tiles = _Tiles(c_tiles, r_tiles, p_tiles, full, empty, ready, done, ends)
+    tiles = _Tiles(c_tiles, r_tiles, p_tiles, full, empty, ready)
     keys = _Keys(begin, end, token, length, query_len, window, scale, soft_cap)
+    is_final = (splits == 1) & (item >= 0)  # no constant: Triton 3.6 fails at branches on one
     rows = _Rows(
         query, q_stride, q_head, sinks, out, partial, head, start, o_stride,
-        item * most * LAYER.num_heads, num_rows, split == 0, splits == 1,
+        item * most * LAYER.num_heads, num_rows, split == 0, is_final,
     )  # fmt: skip
     gl.warp_specialize([
         (_attend, (q.index(0), q_rest.index(0), tiles, keys, rows, FORM, 0)),
-        (_attend_or_help, (q.index(GROUPS - 1), q_rest.index(GROUPS - 1), tiles, keys, rows, FORM)),
-        (_load_tiles, (cache, table, begin, end, c_tiles, r_tiles, full, empty, LAYER)),
-    ], [4, 4], [FORM.consumer_registers, FORM.loader_registers])  # fmt: skip
+        (_attend, (q.index(1), q_rest.index(1), tiles, keys, rows, FORM, 1)),
+        (_load_tiles, (cache, table, begin, end, c_tiles, r_tiles, full, empty, FORM)),
+    ], [4, 4], [FORM.registers.multiply, FORM.registers.copy])  # fmt: skip
+
+
+class Registers(NamedTuple):
+    """Of a thread."""
+
+    multiply: int
+    copy: int
+    launch: int
+    """On average, which all threads have at the launch."""
 
 
 class Form(NamedTuple):
@@ -409,14 +378,14 @@ class Form(NamedTuple):
     heads: int
     """A program."""
     chained: bool
-    """The next kernel may be launched before this one has ended."""
-    consumer_registers: int = CONSUMER_REGISTERS
-    loader_registers: int = LOADER_REGISTERS
+    """This kernel and the next may each be launched before the one before it has ended."""
 
     @property
-    def shared(self) -> bool:
-        """Each group has half of the rows; otherwise half of the tiles."""
-        return self.rows > MOST_ROWS_OF_ONE_GROUP
+    def registers(self) -> Registers:
+        """Few rows leave a multiprocessor 16,384, which a program of the merge takes."""
+        if self.rows >= MANY_ROWS:
+            return Registers(multiply=200, copy=96, launch=168)
+        return Registers(multiply=144, copy=96, launch=128)
 
 
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:

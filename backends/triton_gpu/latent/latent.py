@@ -475,7 +475,7 @@ def _variant(
     if on_hopper:
         few = hopper_latent.Form(layer, cut, shape.rows, shape.heads, chained)
         return hopper_latent.attend_rows.variant(
-            place, device, dtypes, (few,), num_warps=shape.warps,
+            place, device, dtypes, (few,), num_warps=shape.warps, maxnreg=few.registers.launch,
             **({"launch_pdl": True} if chained else {}),
         )  # fmt: skip
     form = Form(layer, shape.tile, shape.rows, shape.heads, cut, chained)
