@@ -114,7 +114,7 @@ def _batches(
 ) -> Iterator[PagedBatch]:
     """Batches among whose plans are all that calls can ask for; prefill's first."""
     device, group = layer.cache.k.device, layer.num_q_heads // layer.cache.k.shape[2]
-    tokens = ROWS // heads_an_item(group, 1)
+    tokens = ROWS // heads_an_item(group, 1, ROWS)
     cut = ROWS * place.num_multiprocessors(device) // layer.num_q_heads
     most = latent.MOST_ROWS if layer.cache.is_latent else MOST_ROWS
     few = range(2, min(max_query_len, most // group + 1) + 1)
@@ -124,7 +124,7 @@ def _batches(
         query_len = min(max_query_len, MOST_ROWS + 1)
         yield _idle(device, num_seqs, query_len, query_len, LONG)
         longest = max_query_len if num_seqs == 1 else max_query_len * max_num_seqs
-        for rows in range(tokens, min(longest, cut + tokens) + 1, tokens):
+        for rows in range(tokens, min(longest, 2 * cut + tokens) + 1, tokens):
             yield _idle(device, num_seqs, rows, min(rows, max_query_len), LONG)
     for num_seqs in batch_sizes(max_num_seqs):
         for reach in (1, LONG):  # which decode does not ask for, but heads that prefill takes

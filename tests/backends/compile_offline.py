@@ -118,7 +118,11 @@ class Case:
     group: int = 4
     block_size: int = 16
     split: bool = False
+    three: bool = False
+    """Groups multiply, not two."""
     features: bool = False
+    """A window and sinks."""
+    sinks: bool = False
     cap: bool = False
     e4m3: bool = False
     alike: bool = False
@@ -142,6 +146,13 @@ ON_HOPPER = (  # every size of tiles, and every feature with another
     Case(cap=True, e4m3=True, alike=True),
     Case(head_dim=256, group=1, block_size=128, split=True),
     Case(head_dim=96, group=3),
+    Case("fp16", 160, cap=True, split=True),
+    Case(head_dim=192, features=True, cap=True),
+    Case("fp16", 64, 5, features=True),
+    Case(head_dim=64, group=8, three=True, sinks=True),
+    Case("fp16", 64, 6, 8, three=True),
+    Case(head_dim=64, group=8, three=True, features=True),
+    Case("fp16", 64, 1, 128, three=True, features=True, cap=True),
     Case(head_dim=64, group=8, e4m3=True, split=True, features=True),
 )
 
@@ -184,7 +195,9 @@ def check_portable(case, capability, shared):
 def check_hopper(case, *, planned):
     """Loads by the copy engine alone, nothing spills in a loop, softmax and products overlap."""
     shape = hopper_prefill.shape_for(case.head_dim, split=case.split, e4m3=case.e4m3)
-    pack = hopper_prefill.heads_an_item(case.group, case.longest)
+    if case.three:
+        shape = hopper_prefill.THREE_GROUPS[case.head_dim, case.features or case.cap]
+    pack = hopper_prefill.heads_an_item(case.group, case.longest, shape.rows)
     copy = min(case.block_size, shape.tile)
     stored = "fp8e4nv" if case.e4m3 else case.element
     kinds, none = {}, {}
@@ -203,7 +216,8 @@ def check_hopper(case, *, planned):
     form = hopper_prefill.Form(
         8 * case.group * case.head_dim, case.head_dim, case.block_size, case.block_size,
         case.block_size, 8 * case.group, case.group, case.head_dim,
-        case.cap, case.features, case.features, *((1, 0) if case.e4m3 else (-1, -1)),
+        case.cap, case.features, case.features or case.sinks,
+        *((1, 0) if case.e4m3 else (-1, -1)),
         planned, case.split, case.alike, pack, shape,
     )  # fmt: skip
     made = make(
@@ -211,20 +225,21 @@ def check_hopper(case, *, planned):
         none | {"FORM": form}, kinds, num_warps=4,
     )  # fmt: skip
     assert made.shared <= HOPPER, made.shared
-    assert made.registers * 128 * 3 <= 65536  # what warps share before they trade
+    assert made.registers * 128 * (shape.groups + 1) <= 65536  # what warps share before they trade
     size, copies = 1 if case.e4m3 else 2, 2 * shape.tile // copy
-    messages = 2 * -(-shape.width // 64) + copies * -(-shape.width * size // 128)
-    messages += (2 + copies) * (shape.tail > 0)
+    messages = shape.groups * -(-shape.width // 64) + copies * -(-shape.width * size // 128)
+    messages += (shape.groups + copies) * (shape.tail > 0)
     assert made.count("UTMALDG") == messages, made.count("UTMALDG")
     assert made.count("LDGSTS") == 0
     assert made.count("ATOMG") == 2 * case.split  # where each group says that its pieces are there
     loops = made.loops()
-    assert len(loops) == 2 * (3 if case.features else 2), len(loops)
+    assert len(loops) == shape.groups * (3 if case.features else 2), len(loops)
     for loop in loops:
         check_overlap(loop, products=count_products(case, shape))
     if case.cap:  # exponentials, reciprocals and issuing are what a capped step waits for
         shortest, numbers = min(loops, key=len), 64 * shape.tile // 128
-        assert len(shortest) <= 14 * numbers + 40, len(shortest)
+        sums = 64 * shape.tail // 128  # of the tail, each of which is rescaled
+        assert len(shortest) <= 14 * numbers + sums + 40, len(shortest)
         slow = sum(_name(text).startswith("MUFU") for text in shortest)
         assert slow <= (3 if case.alike else 2.25) * numbers + 4, slow
 

@@ -58,7 +58,7 @@ def check_kept_order():
 
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=9),
-    st.sampled_from((1, 8, 16)),
+    st.sampled_from((1, 8, 16, 24)),
     st.integers(1, 2),
     st.sampled_from((4, 128)),
     st.integers(0, 3),
@@ -94,7 +94,7 @@ def check_order(seqs, tokens, shortest, at_once, padding):
 
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9000)), min_size=1, max_size=6),
-    st.sampled_from((8, 16)),
+    st.sampled_from((8, 16, 24)),
     st.integers(1, 9),
     st.sampled_from((1, 2, 8)),
     st.none() | st.integers(1, 3000),

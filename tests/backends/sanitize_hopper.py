@@ -61,6 +61,7 @@ CASES = {
     "wide heads, one sequence": BASE.with_(seqs=((300, 300),), head_dim=256, group=1),
     "more items than programs": BASE.with_(seqs=((700, 900),), num_kv_heads=8, group=3),
     "heads in two parts": BASE.with_(head_dim=96, group=3),
+    "three groups, large tiles": BASE.with_(head_dim=64, batch_invariant=True),
     "pieces": BASE.with_(seqs=((40, 1500), (17, 2100), (1, 90))),
     "e4m3": BASE.with_(cache_dtype=torch.float8_e4m3fn, scales="head"),
     "e4m3, pieces": BASE.with_(

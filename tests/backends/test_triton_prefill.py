@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import random
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import bits, build
+from backends.conformance.relations import check_relations
 from tests.backends.strategies import attention_cases
 
 has_triton = importlib.util.find_spec("triton") is not None
 if has_triton:
+    consume = importlib.import_module("backends.triton_gpu.hopper.consume")
     hopper_prefill = importlib.import_module("backends.triton_gpu.hopper.prefill")
     launch = importlib.import_module("backends.triton_gpu.shared.launch")
     place_module = importlib.import_module("backends.triton_gpu.shared.place")
@@ -36,10 +39,12 @@ MIXED = AttentionCase(
 CUT = MIXED.with_(
     seqs=((40, 5000), (128, 3000), (0, 0), (5, 4000), (1, 700), (90, 90)), group=4, head_dim=128
 )
+THREE = MIXED.with_(head_dim=64, group=8, num_kv_heads=2)  # groups that multiply, over few keys
+MANY = THREE.with_(batch_invariant=True)  # the tiles that serve many keys
 QUANTISED = {"cache_dtype": torch.float8_e4m3fn, "scales": "head"}
 SHAPES = [
     *(MIXED.with_(name=f"group {g}", group=g, head_dim=128) for g in (1, 2, 3, 4, 5, 8, 12, 16)),
-    *(MIXED.with_(name=f"head_dim {d}", head_dim=d) for d in (40, 64, 80, 96, 128, 192, 256)),
+    *(MIXED.with_(name=f"head_dim {d}", head_dim=d) for d in (40, 64, 80, 96, 128, 160, 192, 256)),
     *(MIXED.with_(name=f"block size {n}", block_size=n) for n in (8, 16, 32, 64, 128, 256)),
     *(MIXED.with_(name=f"window {w}", window=w, group=4) for w in (1, 20, 127, 128, 129, 1000)),
     *(
@@ -53,6 +58,11 @@ SHAPES = [
     MIXED.with_(name="one alone", seqs=((300, 300),), group=4),
     MIXED.with_(name="a chunk alone", seqs=((130, 1500),), group=4),
     MIXED.with_(name="more items than programs", seqs=((700, 900), (90, 2000)), num_kv_heads=8),
+    *(
+        MIXED.with_(name=f"long, {d}", head_dim=d, seqs=((700, 900), (90, 2000)), num_kv_heads=8)
+        for d in (160, 192)
+    ),
+    MIXED.with_(name="long, window, 192", head_dim=192, seqs=((700, 2000), (9, 900)), window=300),
     MIXED.with_(name="soft cap", soft_cap=3.0),
     MIXED.with_(name="sinks", sinks=True, group=5),
     MIXED.with_(name="strided", strided=True, head_dim=80),
@@ -79,15 +89,43 @@ SHAPES = [
         for n, length in ((2, 5000), (17, 8000), (33, 1025), (64, 1100), (128, 4100), (300, 9000))
     ),
     *(CUT.with_(name=f"cut, group {g}", group=g) for g in (1, 2, 5, 7, 8, 12, 16)),
-    *(CUT.with_(name=f"cut, head_dim {d}", head_dim=d) for d in (64, 80, 256)),
+    *(CUT.with_(name=f"cut, head_dim {d}", head_dim=d) for d in (64, 80, 160, 192, 256)),
     *(CUT.with_(name=f"cut, window {w}", window=w) for w in (1, 130, 1500)),
     CUT.with_(name="cut, block size 64", block_size=64),
-    CUT.with_(name="cut, one token beside", seqs=((1, 3000), (40, 5000), (0, 0), (1, 1))),
-    CUT.with_(name="cut, e4m3", **QUANTISED),
-    CUT.with_(name="cut, e4m3, alone", seqs=((20, 4000),), sinks=True, **QUANTISED),
-    CUT.with_(name="cut, one huge logit", values="huge"),
-    CUT.with_(name="cut, sinks, alone", seqs=((20, 4000),), sinks=True),
-    CUT.with_(name="cut, all", window=2000, soft_cap=5.0, sinks=True, strided=True),
+    *(
+        THREE.with_(name=f"three groups, window {w}", window=w, sinks=True)
+        for w in (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 3000)
+    ),
+    *(
+        case.with_(name=f"three groups, {what}, block size {n}", block_size=n, sinks=True)
+        for what, case in (("few keys", THREE), ("many", MANY))
+        for n in (8, 16, 32, 64, 128)
+    ),
+    *(
+        case.with_(name=f"three groups, {what}, group {g}", group=g, dtype=torch.float16)
+        for what, case in (("few keys", THREE), ("many", MANY))
+        for g in (1, 3, 5, 6, 12)
+    ),
+    *(
+        case.with_(
+            name=f"three groups, {what}, queries around {n}",
+            seqs=((n - 1, n), (n, n), (n + 1, n + 1), (2 * n - 1, 3 * n)),
+        )
+        for what, case in (("few keys", THREE), ("many", MANY))
+        for n in (24, 64, 192)
+    ),
+    *(
+        THREE.with_(name=f"three groups, {name}", seqs=seqs, num_kv_heads=8)
+        for name, seqs in (
+            ("alone", ((1249, 2049),)),
+            ("512 of many", ((512, 3000),)),
+            ("long", ((385, 2500), (1, 37), (193, 193), (0, 0), (191, 1000))),
+        )
+    ),
+    THREE.with_(name="three groups, soft cap", soft_cap=3.0, sinks=True),
+    MANY.with_(name="three groups, many, soft cap", soft_cap=30.0),
+    MANY.with_(name="three groups, many, one huge logit", values="huge"),
+    MANY.with_(name="three groups, many, strided", strided=True, head_dim=48),
 ]
 
 
@@ -112,6 +150,100 @@ def test_in_the_interpreter_the_order_holds_and_any_scale_is_right(interpreting)
     done = interpreting.run("-m", "tests.backends.prefill_check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "prefill is right\n"
+
+
+class Turns:
+    """Barriers of one arrival each, and groups that take steps in a random order."""
+
+    class BlockedError(Exception):
+        """A group has to wait."""
+
+    def __init__(self, groups):
+        self.phases = [0] * groups
+        self.rings = SimpleNamespace(turns=SimpleNamespace(index=lambda group: group))
+        self.form = SimpleNamespace(shape=SimpleNamespace(turns=True, groups=groups))
+
+    def wait(self, barrier, parity):
+        if self.phases[barrier] & 1 == parity:
+            raise self.BlockedError
+
+    def arrive(self, barrier, count):
+        self.phases[barrier] += count
+
+    def issue(self, steps, draw, begin, end):
+        """The groups in the order in which they issue products; it ends where none can go on."""
+        groups = len(self.phases)
+        done, inside, order = [0] * groups, [False] * groups, []
+        stuck = set()
+        while len(stuck) < groups:
+            group = draw.choice([group for group in range(groups) if group not in stuck])
+            if done[group] == steps:
+                stuck.add(group)
+            elif inside[group]:
+                end(self.rings, self.form, group)
+                inside[group], stuck = False, set()
+                done[group] += 1
+            else:
+                try:
+                    begin(self.rings, done[group], self.form, group)
+                except self.BlockedError:
+                    stuck.add(group)
+                    continue
+                assert not any(inside)
+                inside[group], stuck = True, set()
+                order.append(group)
+        return order
+
+
+@needs_triton
+def test_groups_issue_products_one_after_the_other_whatever_their_pace(monkeypatch):
+    def check(begin, end):
+        for groups in (2, 3):
+            for seed in range(20):
+                turns = Turns(groups)
+                monkeypatch.setattr(consume, "mbarrier", turns)
+                order = turns.issue(9, random.Random(seed), begin, end)
+                assert order == [*range(groups)] * 9
+
+    begin, end = consume._await_turn.fn, consume._end_turn.fn
+    check(begin, end)
+
+    def begin_too_early(rings, j, form, group):
+        begin(rings, j + 1, form, group)
+
+    def all_begin(rings, j, _, group):
+        turns = consume.mbarrier
+        turns.wait(rings.turns.index(group), j & 1)
+
+    def end_own(rings, _, group):
+        consume.mbarrier.arrive(rings.turns.index(group), count=1)
+
+    for broken in ((begin_too_early, end), (all_begin, end), (begin, end_own)):
+        with pytest.raises(AssertionError):
+            check(*broken)
+
+
+@needs_triton
+@pytest.mark.parametrize("changes", [{}, {"window": 128}, {"soft_cap": 30.0}])
+def test_the_shape_of_items_is_the_same_for_all_batches_only_where_terms_say_so(changes):
+    alone = ((500, 500),), ((20, 3000),), ((3000, 3000),), ((2, 2),)
+    mixed = ((500, 500), (3000, 9000)), ((4, 4),) * 40
+
+    def shapes(head_dim, *, alike):
+        found = set()
+        for seqs in (*alone, *mixed):
+            case = THREE.with_(seqs=seqs, head_dim=head_dim, num_kv_heads=1, padding=0, **changes)
+            inputs = build(case, torch.device("cpu"))
+            terms = dataclasses.replace(inputs.terms, batch_invariant=alike)
+            chosen = hopper_prefill.choose_shape(
+                inputs.query, inputs.cache, inputs.batch, terms, programs=16
+            )
+            found.add(chosen)
+        return found
+
+    for head_dim in (64, 80, 128):
+        assert len(shapes(head_dim, alike=True)) == 1
+        assert len(shapes(head_dim, alike=False)) == (3 if head_dim == 64 else 2)
 
 
 STEP = (
@@ -257,6 +389,15 @@ def test_prefill_is_right_for_every_shape_and_feature(triton, case):
 
 @pytest.mark.gpu
 @needs_cuda
+def test_three_groups_give_the_same_rows_alone_in_a_batch_and_in_other_blocks(triton):
+    seqs = ((9, 9), (40, 133), (150, 150), (70, 200))
+    base = THREE.with_(name="three groups", seqs=seqs, padding=0)
+    for finding in check_relations(triton, base):
+        assert finding.passed, finding
+
+
+@pytest.mark.gpu
+@needs_cuda
 def test_on_a_gpu_prefill_agrees_with_numba(triton):
     numba = backends.get_backend("numba")
 
@@ -328,9 +469,10 @@ def test_a_thread_can_attend_that_has_called_nothing_of_cuda_before(triton):
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_recorded_step_serves_any_mix_of_decode_and_prefill_up_to_its_bounds(triton):
+@pytest.mark.parametrize("base", [CUT, MANY], ids=["cut", "three groups"])
+def test_a_recorded_step_serves_any_mix_of_decode_and_prefill_up_to_its_bounds(triton, base):
     """Four sequences, 300 tokens and 5000 positions at most, whatever they were when recorded."""
-    shape = MIXED.with_(group=4, head_dim=128, seqs=((1, 4900), (297, 4900), (1, 700), (1, 1)))
+    shape = base.with_(seqs=((1, 4900), (297, 4900), (1, 700), (1, 1)))
     widest = build(shape, triton.device)
     held = backends.PagedBatch(
         widest.batch.query_start_loc, widest.batch.seq_lens, widest.batch.block_table,

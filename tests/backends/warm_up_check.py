@@ -112,7 +112,7 @@ def unmet(place, case, max_num_seqs, max_query_len):
     for num_seqs in (n for n in (1, 2, 5, 16, 17, 60) if n <= max_num_seqs):
         for query_len in (n for n in LENGTHS if n <= max_query_len):
             for rows in {query_len, num_seqs * query_len}:
-                for length in (query_len, 4096):
+                for length in (query_len, 1500, 4096):
                     batch = warm_up._idle(inputs.query.device, num_seqs, rows, query_len, length)
                     if not variants_asked(place, layer, batch, terms) <= met:
                         yield num_seqs, query_len, rows, length
@@ -122,7 +122,14 @@ def check_hopper():
     place, base = OnHopper(interpreting=True), CASE.with_(dtype=torch.bfloat16, seqs=((1, 9),))
     cases = [
         base.with_(num_kv_heads=kv, group=heads // kv, head_dim=size)
-        for heads, kv, size in ((32, 8, 128), (8, 1, 128), (8, 2, 128), (4, 1, 256), (3, 1, 64))
+        for heads, kv, size in (
+            (32, 8, 128),
+            (8, 1, 128),
+            (8, 2, 128),
+            (4, 1, 256),
+            (3, 1, 64),
+            (64, 8, 64),
+        )
     ]
     cases.append(base.with_(group=16, head_dim=576, value_dim=512))
     for case in cases:
@@ -130,10 +137,12 @@ def check_hopper():
             found = list(unmet(place, case, *bounds))
             assert not found, (case, bounds, found)
     all_batches = warm_up._batches
-    for case, length in ((cases[1], 8), (cases[-1], 2)):  # what is left out is found
+    for case, most in ((cases[1], 8), (cases[-1], 2), (cases[-2], 200)):
 
-        def gap(*call, length=length):
-            return (each for each in all_batches(*call) if each.max_query_len <= length)
+        def gap(*call, most=most):  # what is left out is found
+            for batch in all_batches(*call):
+                if batch.max_query_len <= most:
+                    yield batch
 
         warm_up._batches = gap
         assert list(unmet(place, case, 60, 2048))

@@ -5,7 +5,8 @@ is issued before the product p.v of this one, then waited for alone, and the sof
 tile runs while p.v does. p stays in registers. Where the rows of two items fit in shared memory, at
 the end of an item the next item's first product is issued too, so that the item's last steps
 (dividing, rounding, storing) hide behind it. While one group computes, the others' products have
-the matrix unit.
+the matrix unit. Where that gains (`Shape.turns`), groups take turns to issue products, as in
+FlashAttention-3, so that they do not all compute at the same time.
 
 A head_dim that is no power of two lies in two parts, 96 as 64 and 32: q.k is the sum of two
 products, and p.v has a result for each part (`extra` is the smaller one's).
@@ -25,8 +26,9 @@ Four things here are as they are for the assembler's sake:
   it is a branch: without one the exponentials are moved behind the wait, and nothing overlaps.
 - No branch stands around a product, because then it waits for every single instruction: an item
   that is not there is multiplied all the same.
-- Weights are carried from step to step unrounded. Rounded ones would be carried as halves of
-  registers, which takes two instructions for each pair, or packed by hand, which takes one.
+- Weights are carried from step to step as they are, or where registers are short (`Shape.packed`)
+  rounded and packed by hand. Rounded alone they would be halves of registers, which takes two
+  instructions for each pair instead of one.
 - The address of q is worked out in every step (`nothing`). Otherwise it is spilled, and the store
   may end up in a loop that is not entered, so that the reload reads something else.
 `tests/backends/compile_offline.py` checks the first, the second and the last.
@@ -41,7 +43,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from backends.triton_gpu.hopper.items import (
-    GROUPS,
     HALF,
     count_work,
     find_heads,
@@ -51,10 +52,9 @@ from backends.triton_gpu.hopper.items import (
     read_item,
 )
 from backends.triton_gpu.hopper.merge import merge_items
-from backends.triton_gpu.hopper.softmax import add_up, add_weights, start_totals
+from backends.triton_gpu.hopper.softmax import add_up, add_weights, in_columns, start_totals
 from backends.triton_gpu.hopper.store import State, finish
 from backends.triton_gpu.shared.soft_cap import LOG2E
-from backends.triton_gpu.shared.softmax import is_visible
 
 QUADS = gl.constexpr(
     "{.reg .f32 p, q, r;"
@@ -89,6 +89,27 @@ def _sigmoid(x: gl.tensor, ALIKE: gl.constexpr) -> gl.tensor:
 
 
 @gluon_function
+def _mask(
+    logits: gl.tensor, last: gl.tensor, other: gl.constexpr, window: gl.tensor, FORM: gl.constexpr
+) -> gl.tensor:  # fmt: skip
+    """The logits of the columns that a row sees, up to its `last`; `other` for the rest.
+
+    A thread compares numbers that the compiler knows with one limit for each place of eight.
+    """
+    EIGHTS: gl.constexpr = in_columns(logits, 8).type.layout
+    PLACES: gl.constexpr = gl.SliceLayout(1, EIGHTS)
+    place = gl.arange(0, 8, gl.SliceLayout(0, PLACES))[None, :]
+    last = gl.convert_layout(last, gl.SliceLayout(1, PLACES))[:, None] - place
+    eight = gl.arange(0, logits.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, EIGHTS)))
+    visible = 8 * eight[None, :, None] <= last[:, None, :]
+    if FORM.has_window:  # by one comparison, in which columns after the last are far before it
+        before = last[:, None, :] - 8 * eight[None, :, None]
+        visible = before.to(gl.uint32) < window.to(gl.uint32)
+    kept = gl.where(visible, in_columns(logits, 8), other).reshape(logits.shape)
+    return gl.convert_layout(kept, logits.type.layout)
+
+
+@gluon_function
 def _soften(
     logits: gl.tensor, highest: gl.tensor, total: gl.tensor, last: gl.tensor, scale: gl.tensor,
     given: gl.tensor, FORM: gl.constexpr, MASKED: gl.constexpr,
@@ -98,21 +119,17 @@ def _soften(
     A row sees the columns up to its `last`; over an e4m3 cache it has a `scale` of its own.
     """
     factor = scale * LOG2E
-    visible = last
-    if MASKED:
-        column = gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))[None, :]
-        visible = is_visible(column, last[:, None], given.window, FORM.has_window)
     if FORM.has_cap:
         by = scale / given.soft_cap * (-2 * LOG2E)
         if FORM.e4m3:
             by = by[:, None]
         logits = logits * by
-        if MASKED:  # a masked logit may be NaN, and four logits share one reciprocal
-            logits = gl.where(visible, logits, 0.0)
+        if MASKED and not FORM.alike:  # a masked one may be NaN, and four share one reciprocal
+            logits = _mask(logits, last, 0.0, given.window, FORM)
         logits = _sigmoid(logits, FORM.alike)
         factor = given.soft_cap * (2 * LOG2E)
     if MASKED:
-        logits = gl.where(visible, logits, float("-inf"))
+        logits = _mask(logits, last, float("-inf"), given.window, FORM)
     return add_weights(logits, highest, total, factor)
 
 
@@ -142,10 +159,40 @@ def _multiply_keys(
         q = rows.tiles.index(slot).reshape([HALF, rows.tiles.shape[3]])
         logits = warpgroup_mma(q, keys, blank, use_acc=False, is_async=True)
         if TAIL > 0:
+            TAILS: gl.constexpr = k.tails.shape[0]
+            if TAILS < DEPTH:
+                mbarrier.wait(k.tails_full.index(j % TAILS), j // TAILS & 1, pred=there)
             q = rows.tails.index(slot).reshape([HALF, TAIL])
-            keys = k.tails.index(j % DEPTH).reshape([TILE, TAIL]).permute((1, 0))
+            keys = k.tails.index(j % TAILS).reshape([TILE, TAIL]).permute((1, 0))
             logits = warpgroup_mma(q, keys, logits, is_async=True)
     return logits
+
+
+@gluon_function
+def _pack(weights: gl.tensor, v: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
+    """Weights as they are carried: as they are, or rounded, two neighbours in 32 bits."""
+    packed = weights
+    if FORM.shape.packed:
+        NAME: gl.constexpr = "bf16x2" if v.tiles.dtype == gl.bfloat16 else "f16x2"
+        low, high = weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]).split()
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn." + NAME + ".f32 $0, $2, $1;", "=r,f,f", [low, high],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return packed
+
+
+@gluon_function
+def _unpack(packed: gl.tensor, dtype: gl.constexpr) -> gl.tensor:
+    """Weights carried by `_pack`, rounded."""
+    weights = packed
+    if packed.dtype == gl.int32:
+        low = packed.to(gl.int16).to(dtype, bitcast=True)
+        high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+        weights = gl.join(low, high).reshape([packed.shape[0], 2 * packed.shape[1]])
+    else:
+        weights = packed.to(dtype)
+    return weights
 
 
 @gluon_function
@@ -155,7 +202,7 @@ def _multiply_values(state: gl.tensor, v: gl.tensor, j: gl.tensor) -> tuple[gl.t
     TAIL: gl.constexpr = v.tails.shape[3]
     sums, extra, at = state.sums, state.extra, j % v.tiles.shape[0]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
-    p = gl.convert_layout(state.weights.to(v.tiles.dtype), LEFT)
+    p = gl.convert_layout(_unpack(state.weights, v.tiles.dtype), LEFT)
     tile = v.tiles.index(at).reshape([TILE, v.tiles.shape[3]])
     sums = warpgroup_mma(p, tile, sums, is_async=True)
     if v.tiles.shape[3] > TAIL:
@@ -187,6 +234,21 @@ def _wait_for_logits(
 
 
 @gluon_function
+def _await_turn(rings: gl.tensor, j: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr) -> None:
+    """Until the group before this one has issued its products of step j, group 0 of step j - 1."""
+    if FORM.shape.turns:
+        FIRST: gl.constexpr = 1 if GROUP_ID == 0 else 0
+        mbarrier.wait(rings.turns.index(GROUP_ID), (j & 1) ^ FIRST)
+
+
+@gluon_function
+def _end_turn(rings: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr) -> None:
+    """Let the next group issue its products."""
+    if FORM.shape.turns:
+        mbarrier.arrive(rings.turns.index((GROUP_ID + 1) % FORM.shape.groups), count=1)
+
+
+@gluon_function
 def _divide_rows(rows: gl.tensor, slot: gl.tensor, scale: gl.tensor) -> gl.tensor:
     """Leave q as sums of e4m3 numbers in shared memory; the scale of each row's logits.
 
@@ -213,7 +275,7 @@ def _divide_rows(rows: gl.tensor, slot: gl.tensor, scale: gl.tensor) -> gl.tenso
 def _walk(
     state: gl.tensor, rows: gl.tensor, slot: gl.tensor, rings: gl.tensor, j: gl.tensor,
     last: gl.tensor, steps: gl.tensor, scale: gl.tensor, given: gl.tensor,
-    FORM: gl.constexpr, MASKED: gl.constexpr,
+    FORM: gl.constexpr, GROUP_ID: gl.constexpr, MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """Take `steps` more tiles, downwards: (state, j, last).
 
@@ -226,8 +288,10 @@ def _walk(
     nothing = gl.num_programs(1) - 1  # 0, which the compiler does not know
     for _ in range(steps):
         last += k.tiles.shape[1]
+        _await_turn(rings, j, FORM, GROUP_ID)
         logits = _multiply_keys(rows, slot + j * nothing, k, j, there=True)
         sums, extra = _multiply_values(state, v, j - 1)
+        _end_turn(rings, FORM, GROUP_ID)
         logits, sums, extra = _wait_for_logits(logits, sums, extra, v)
         mbarrier.arrive(k.empty.index(j % k.tiles.shape[0]), count=1)
         weights, highest, total, rescale = _soften(
@@ -240,7 +304,7 @@ def _walk(
         if v.tails.shape[3] < v.tiles.shape[3]:
             rescale = gl.convert_layout(rescale, gl.SliceLayout(1, extra.type.layout))
             extra = extra * rescale[:, None]
-        state = State(weights, sums, extra, highest, total)
+        state = State(_pack(weights, v, FORM), sums, extra, highest, total)
         j += 1
     return state, j, last
 
@@ -261,7 +325,7 @@ def _attend_item(
     EXTRA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
     begin, end, whole_begin, whole_end = find_span(item, given.window, FORM)
-    token = GROUP_ID * (FORM.tokens // GROUPS) + gl.arange(0, HALF, ROW) // FORM.pack
+    token = GROUP_ID * (FORM.tokens // FORM.shape.groups) + gl.arange(0, HALF, ROW) // FORM.pack
     last = item.position + token - (end - 1) * TILE
     total = start_totals(total, logits, FORM.shape.columns)
     weights, highest, total, _ = _soften(
@@ -273,19 +337,20 @@ def _attend_item(
         extra = gl.full([HALF, TAIL], 0.0, gl.float32, EXTRA)
     else:
         extra = gl.full([HALF], 0.0, gl.float32, ROW)
-    state = State(weights, sums, extra, highest, total)
+    state = State(_pack(weights, v, FORM), sums, extra, highest, total)
     mbarrier.wait(v.full.index(j % DEPTH), j // DEPTH & 1)
     j += 1
     state, j, last = _walk(
-        state, rows, slot, rings, j, last, end - 1 - whole_end, scale, given, FORM, MASKED=True
-    )
+        state, rows, slot, rings, j, last, end - 1 - whole_end, scale, given, FORM, GROUP_ID,
+        MASKED=True,
+    )  # fmt: skip
     state, j, last = _walk(
-        state, rows, slot, rings, j, last, whole_end - whole_begin, scale, given, FORM,
+        state, rows, slot, rings, j, last, whole_end - whole_begin, scale, given, FORM, GROUP_ID,
         MASKED=False,
     )  # fmt: skip
     if FORM.has_window:
         state, j, last = _walk(
-            state, rows, slot, rings, j, last, whole_begin - begin, scale, given, FORM,
+            state, rows, slot, rings, j, last, whole_begin - begin, scale, given, FORM, GROUP_ID,
             MASKED=True,
         )  # fmt: skip
     total = add_up(state.total, ROW)
@@ -327,21 +392,25 @@ def _consume_ahead(
     work = count_work(given, FORM)
     items, j = work.items, work.tiles * 0
     mbarrier.wait(rows.full.index(0), 0, pred=items > 0)
+    _await_turn(rings, j, FORM, GROUP_ID)
     logits = _multiply_keys(rows, j + GROUP_ID, k, j, items > 0)
+    _end_turn(rings, FORM, GROUP_ID)
     logits = warpgroup_mma_wait(0, deps=[logits])
     mbarrier.arrive(k.empty.index(0), count=1, pred=items > 0)
     item = read_item(j, work, given, FORM)
     for n in range(items):
         ahead = read_item(n + 1, work, given, FORM)
-        slot = n % BUFFERS * GROUPS + GROUP_ID
+        slot = n % BUFFERS * FORM.shape.groups + GROUP_ID
         highest, total = _start_rows(given, item, ROW, FORM)
         state, j = _attend_item(
             logits, highest, total, rows, slot, rings, j, item, given.scale, given, FORM, GROUP_ID
         )
         m, more = n + 1, n + 1 < items
         mbarrier.wait(rows.full.index(m % BUFFERS), m // BUFFERS & 1, pred=more)
-        logits = _multiply_keys(rows, m % BUFFERS * GROUPS + GROUP_ID, k, j, more)
+        _await_turn(rings, j, FORM, GROUP_ID)
+        logits = _multiply_keys(rows, m % BUFFERS * FORM.shape.groups + GROUP_ID, k, j, more)
         sums, extra = _multiply_values(state, v, j - 1)
+        _end_turn(rings, FORM, GROUP_ID)
         logits, sums, extra = _wait_for_logits(logits, sums, extra, v)
         sums, extra = _wait(sums, extra, v)
         mbarrier.arrive(k.empty.index(j % K_DEPTH), count=1, pred=more)
@@ -379,11 +448,15 @@ def _take(
     state, j = _attend_item(
         logits, highest, total, rows, slot, rings, j, item, scale, given, FORM, GROUP_ID
     )
+    if FORM.shape.direct:
+        mbarrier.arrive(rows.empty.index(0), count=1)
     sums, extra = _multiply_values(state, v, j - 1)
     sums, extra = _wait(sums, extra, v)
     mbarrier.arrive(v.empty.index((j - 1) % v.tiles.shape[0]), count=1)
     state = State(state.weights, sums, extra, state.highest, state.total)
     finish(state, rows, slot, v, given, item, by, FORM, GROUP_ID)
+    if not FORM.shape.direct:
+        mbarrier.arrive(rows.empty.index(0), count=1)
     return j
 
 
@@ -408,15 +481,15 @@ def _consume_each(
         else:
             item = read_item(n, work, given, FORM)
         if FORM.split:
-            if item.tokens > GROUP_ID * (FORM.tokens // GROUPS):
+            if item.tokens > GROUP_ID * (FORM.tokens // FORM.shape.groups):
                 j = _take(n, j, item, given, rows, rings, FORM, GROUP_ID)
             else:
                 begin, end, _, _ = find_span(item, given.window, FORM)
                 mbarrier.wait(rows.full.index(0), n & 1)
                 j = _pass_by(rings, j, end - begin)
+                mbarrier.arrive(rows.empty.index(0), count=1)
         else:
             j = _take(n, j, item, given, rows, rings, FORM, GROUP_ID)
-        mbarrier.arrive(rows.empty.index(0), count=1)
     if FORM.split:
         merge_items(given, work, FORM, GROUP_ID)
 

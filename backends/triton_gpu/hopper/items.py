@@ -1,12 +1,12 @@
 """The work of each program of Hopper's prefill, and the tiles of keys that an item takes.
 
-An item is a tile of 128 rows: TOKENS query tokens of one sequence times PACK query heads of one KV
-head. Items are numbered in the order of `prefill/order.py`, query heads fastest. Programs take them
-in rounds, forth (0 1 2 ..) or back (.. 2 1 0) as the Thue-Morse sequence says (forth, back, back,
-forth, then the same four the other way round, ..), which gives each about the same work without
-synchronisation. Simply alternating forth and back is as even where lengths fall steadily, but
-doubles the imbalance of a pattern that repeats every second round, as the lengths of equal
-sequences do: 3 % of the time at 16 x 512 new tokens.
+An item is a tile of 128 or 192 rows, 64 a group: TOKENS query tokens of one sequence times PACK
+query heads of one KV head. Items are numbered in the order of `prefill/order.py`, query heads
+fastest. Programs take them in rounds, forth (0 1 2 ..) or back (.. 2 1 0) as the Thue-Morse
+sequence says (forth, back, back, forth, then the same four the other way round, ..), which gives
+each about the same work without synchronisation. Simply alternating forth and back is as even where
+lengths fall steadily, but doubles the imbalance of a pattern that repeats every second round, as
+the lengths of equal sequences do: 3 % of the time at 16 x 512 new tokens.
 
 Keys are walked from the last tile that a row sees down to the first. Of those tiles a run in the
 middle is seen whole by all rows; the ones before it hold the diagonal, and with a window the ones
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 else:
     gluon_function = gluon.jit
 
-GROUPS = gl.constexpr(2)
-"""Of four warps each that multiply an item's rows. Three gain nothing at a head_dim of 64."""
 HALF = gl.constexpr(64)
 """Rows of an item that a group multiplies."""
 WAVE_BITS = gl.constexpr(3)
@@ -86,6 +84,8 @@ class Ring(NamedTuple):
     """The smaller part of each row, of a head_dim that is no power of two."""
     full: gl.tensor
     """A barrier a tile: it has landed."""
+    tails_full: gl.tensor
+    """A barrier a tail, where there are fewer of them than tiles."""
     empty: gl.tensor
     """A barrier a tile: all that read it are done."""
 
@@ -95,6 +95,8 @@ class Rings(NamedTuple):
 
     k: gl.tensor
     v: gl.tensor
+    turns: gl.tensor
+    """A barrier a group: it may issue its products. Used if they take turns."""
 
 
 class Land(NamedTuple):

@@ -1,9 +1,11 @@
 """The warp of Hopper's prefill that does nothing but load: Q, K and V, by the copy engine (TMA).
 
 Rings of tiles in shared memory, each with two barriers: `full` says that a tile has landed, `empty`
-that both groups of consumers are done with it. One copy a block of the cache (or a tile's part of a
-block), K and V in turn. Entries of the table past what the rows see are never read; the nearest
-entry stands in, since the mask takes its keys away.
+that all groups of consumers are done with it. One copy a block of the cache (or a tile's part of a
+block), K and V in turn. Where keys have fewer tails than tiles, those have a `full` of their own.
+Where only one item's rows fit, the next item's are copied behind as many of its tiles as find room
+before the rows do. Entries of the table past what the rows see are never read; the nearest entry
+stands in, since the mask takes its keys away.
 
 The mask cannot take away a value that is NaN, because 0 * NaN is NaN. So where a tile holds slots
 that no query sees, past the sequence's end or before its window, the loader waits for the tile and
@@ -15,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from backends.triton_gpu.hopper.items import (
-    GROUPS,
     count_work,
     find_heads,
     find_live,
@@ -35,13 +36,17 @@ def load_tiles(
     window, k = given.window, rings.k
     BLOCK_SIZE: gl.constexpr = FORM.block_size
     K_DEPTH: gl.constexpr = k.tiles.shape[0]
+    K_TAILS: gl.constexpr = k.tails.shape[0]
+    APART: gl.constexpr = K_TAILS < K_DEPTH
+    LATE: gl.constexpr = FORM.planned if FORM.split else FORM.shape.buffers == 1
     TILE: gl.constexpr = k.tiles.shape[1]
+    FREE: gl.constexpr = min(K_TAILS, rings.v.tiles.shape[0] + FORM.shape.lands - 1, 2)
     work = count_work(given, FORM)
     j, edges = work.tiles * 0, work.tiles * 0
     ahead_item = read_item(j, work, given, FORM)
     for n in range(work.items):
         item = ahead_item
-        if not FORM.split:
+        if not FORM.split and not LATE:
             _load_rows(q_desc, q_tail, rows, n, item, FORM)
         kv_head, _ = find_heads(item, FORM)
         table = tables + item.seq.to(gl.int64) * table_stride
@@ -57,9 +62,9 @@ def load_tiles(
             _load_rows(q_desc, q_tail, rows, n, item, FORM)
         live_begin, live_end = find_live(item, window, FORM)
         ahead_item = read_item(n + 1, work, given, FORM)
-        late = gl.minimum(gl.minimum(n, 1) * 2, end - begin - 1)  # behind tiles that find room
+        late = gl.minimum(gl.minimum(n, 1) * FREE, end - begin - 1)  # behind tiles that find room
         for i in range(end - begin):
-            if FORM.split and FORM.planned:  # noqa: SIM102 - known to the compiler, the rest is not
+            if LATE:  # noqa: SIM102 - known to the compiler, the rest is not
                 if i == late:
                     _load_rows(q_desc, q_tail, rows, n, item, FORM)
             key = (end - 1 - i) * TILE
@@ -67,9 +72,17 @@ def load_tiles(
             k_at = j % K_DEPTH
             mbarrier.wait(k.empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
             _copy_blocks(
-                k_desc, k_tail, entries, key, kv_head, k.full.index(k_at),
-                k.tiles.index(k_at), k.tails.index(k_at), FORM.k_rows, FORM,
+                k_desc, None if APART else k_tail, entries, key, kv_head, k.full.index(k_at),
+                k.tiles.index(k_at), k.tails.index(j % K_TAILS), FORM.k_rows, 0, FORM,
             )  # fmt: skip
+            if APART:
+                room = j + K_DEPTH - K_TAILS  # in the tile with the place of the last such tail
+                mbarrier.wait(k.empty.index(room % K_DEPTH), (room // K_DEPTH & 1) ^ 1)
+                at = j % K_TAILS
+                _copy_blocks(
+                    k_tail, None, entries, key, kv_head, k.tails_full.index(at),
+                    k.tails.index(at), k.tails.index(at), FORM.k_rows, FORM.shape.width, FORM,
+                )  # fmt: skip
             edges = _load_values(
                 v_desc, v_tail, entries, key, kv_head, rings.v, land, j, edges,
                 (key + TILE > item.length) | (key < seen), live_begin, live_end, FORM,
@@ -91,14 +104,14 @@ def _load_values(
         mbarrier.wait(land.empty.index(to), (j // LANDS & 1) ^ 1)
         _copy_blocks(
             desc, tail, entries, key, kv_head, land.full.index(to),
-            land.tiles.index(to), land.tiles.index(to), FORM.v_rows, FORM,
+            land.tiles.index(to), land.tiles.index(to), FORM.v_rows, 0, FORM,
         )  # fmt: skip
     else:
         at = j % DEPTH
         mbarrier.wait(v.empty.index(at), (j // DEPTH & 1) ^ 1)
         _copy_blocks(
             desc, tail, entries, key, kv_head, v.full.index(gl.where(edge, DEPTH, at)),
-            v.tiles.index(at), v.tails.index(at), FORM.v_rows, FORM,
+            v.tiles.index(at), v.tails.index(at), FORM.v_rows, 0, FORM,
         )  # fmt: skip
         if edge:
             mbarrier.wait(v.full.index(DEPTH), edges & 1)
@@ -117,6 +130,7 @@ def _load_rows(
     FORM: gl.constexpr,
 ) -> None:  # fmt: skip
     """Start the copies of the n-th item's rows, once there is room."""
+    GROUPS: gl.constexpr = FORM.shape.groups
     BUFFERS: gl.constexpr = rows.tiles.shape[0] // GROUPS
     REST: gl.constexpr = tail.block_type.nbytes if FORM.has_tail else 0
     buffer = n % BUFFERS
@@ -146,21 +160,25 @@ def load_entries(
 @gluon_function
 def _copy_blocks(
     desc: gl.tensor, tail_desc: gl.tensor, entries: gl.tensor, key: gl.tensor, kv_head: gl.tensor,
-    full: gl.tensor, tile: gl.tensor, tail: gl.tensor, ROWS: gl.constexpr, FORM: gl.constexpr,
+    full: gl.tensor, tile: gl.tensor, tail: gl.tensor, ROWS: gl.constexpr, FIRST: gl.constexpr,
+    FORM: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Start the copies of one tile of keys or values; `full` completes when all have landed."""
+    """Start the copies of one tile of keys or values from dimension FIRST on.
+
+    `full` completes when all have landed.
+    """
     TILE: gl.constexpr = tile.shape[0]
     COPY: gl.constexpr = desc.block_shape[0]
     lane = gl.arange(0, 32, entries.type.layout)
-    REST: gl.constexpr = tail_desc.block_type.nbytes if FORM.has_tail else 0
+    REST: gl.constexpr = tail_desc.block_type.nbytes if tail_desc is not None else 0
     mbarrier.expect(full, TILE // COPY * (desc.block_type.nbytes + REST))
     for c in gl.static_range(TILE // COPY):
         entry = gl.sum(gl.where(lane == c, entries, 0), 0)
         slot = entry * ROWS + key % FORM.block_size
         tma.async_copy_global_to_shared(
-            desc, [slot, kv_head, 0], full, tile.slice(c * COPY, COPY, 0)
+            desc, [slot, kv_head, FIRST], full, tile.slice(c * COPY, COPY, 0)
         )
-        if FORM.has_tail:
+        if tail_desc is not None:
             tma.async_copy_global_to_shared(
                 tail_desc, [slot, kv_head, tile.shape[2]], full, tail.slice(c * COPY, COPY, 0)
             )

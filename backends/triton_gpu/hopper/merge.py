@@ -11,7 +11,7 @@ until the sign has changed.
 
 from triton.experimental.gluon import language as gl
 
-from backends.triton_gpu.hopper.items import GROUPS, HALF, find_rows, gluon_function, read_item
+from backends.triton_gpu.hopper.items import find_rows, gluon_function, read_item
 from backends.triton_gpu.prefill.order import COUNTER
 from backends.triton_gpu.shared.softmax import add_tile
 
@@ -21,9 +21,9 @@ FEW, MANY = gl.constexpr(4), gl.constexpr(16)
 
 
 @gluon_function
-def _await_all(counter: gl.tensor, GROUP_ID: gl.constexpr) -> None:
+def _await_all(counter: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr) -> None:
     """Return when this group of every program has come here, and what they wrote can be read."""
-    arrivals = gl.num_programs(0) * GROUPS
+    arrivals = gl.num_programs(0) * FORM.shape.groups
     step = arrivals * 0 + 1
     if GROUP_ID == 0:
         step = gl.where(gl.program_id(0) == 0, (2147483647 - arrivals) + 2, step)
@@ -41,8 +41,9 @@ def merge_items(
 ) -> None:
     """A group's share of the rows of this program's items, once all pieces are there."""
     PACK: gl.constexpr = FORM.pack
+    GROUPS: gl.constexpr = FORM.shape.groups
     item = read_item(work.items * 0, work, given, FORM)
-    _await_all(given.work + COUNTER, GROUP_ID)
+    _await_all(given.work + COUNTER, FORM, GROUP_ID)
     for n in range(work.items):
         ahead = read_item(n + 1, work, given, FORM)
         if item.pieces > 1:
@@ -71,7 +72,7 @@ def _merge_rows(
     FLAT: gl.constexpr = gl.SliceLayout(2, WIDE)
     SUMS: gl.constexpr = gl.SliceLayout(0, WIDE)
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
-    lses = given.partial + given.most_items * (GROUPS * HALF * HEAD_DIM)
+    lses = given.partial + given.most_items * (FORM.shape.rows * HEAD_DIM)
     first = item.number - item.piece * SLICES
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))[None, None, :]
     for base in range(begin, end, ROWS):
@@ -81,7 +82,7 @@ def _merge_rows(
         sums = gl.full([ROWS, WIDTH], 0.0, gl.float32, SUMS)
         for least in range(0, item.pieces, STEP):
             index = least + gl.arange(0, STEP, gl.SliceLayout(1, FLAT))
-            entry = (first + index * SLICES)[:, None] * (GROUPS * HALF) + r[None, :]
+            entry = (first + index * SLICES)[:, None] * FORM.shape.rows + r[None, :]
             there = (index < item.pieces)[:, None] & (r < end)[None, :]
             at = given.partial + entry[:, :, None].to(gl.int64) * HEAD_DIM + dim
             parts = gl.load(at, mask=there[:, :, None] & (dim < HEAD_DIM), other=0.0)

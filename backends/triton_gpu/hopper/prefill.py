@@ -5,14 +5,14 @@
 
 The formula and the results of `prefill/prefill.py`, whose kernel serves what this one cannot
 (`can_attend`). There the softmax waits for one product and holds up the next. Here one warp loads
-(`load`) and two groups of four multiply and compute exponentials (`consume`), so that copies,
-matrix unit and exponential unit work at the same time.
+(`load`) and two or three groups of four multiply and compute exponentials (`consume`), so that
+copies, matrix unit and exponential unit work at the same time.
 
-Layout: an item is 128 rows, TOKENS query tokens of one sequence times PACK query heads of one KV
-head (`heads_an_item`); it walks the tiles of 128 keys (64 above head_dim 128) that it sees, last
-first. In shared memory are rings of tiles of K and of V and the rows of two items, 224 KiB at
-head_dim 128 (`shape_for`). Rows of K, V and Q are padded with zeros to 64, 128 or 256 numbers by
-the copy engine.
+Layout: an item is 128 rows (192 with three groups, at head_dim 64), TOKENS query tokens of one
+sequence times PACK query heads of one KV head (`heads_an_item`); it walks the tiles of 128 keys (64
+above head_dim 192, or where rows see few) that it sees, last first. In shared memory are rings of
+tiles of K and of V and the rows of two items, 224 KiB at head_dim 128 (`shape_for`). Rows of K, V
+and Q are padded with zeros to 64, 128 or 256 numbers by the copy engine.
 Grid: one program a multiprocessor, which takes items in the order of `items`. Where a batch
 has too few items for them, the keys of items are cut, and the programs add the parts up at the end
 (`merge`).
@@ -34,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu.hopper.consume import consume
 from backends.triton_gpu.hopper.items import (
-    GROUPS,
     HALF,
     Given,
     Land,
@@ -50,12 +49,14 @@ from backends.triton_gpu.shared.e4m3 import scale_step
 from backends.triton_gpu.shared.launch import Box, Variant, launcher
 from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
 
-ROWS = int(GROUPS.value) * int(HALF.value)
-"""Of an item."""
+ROWS = 2 * int(HALF.value)
+"""Of an item of two groups, as all are that may be cut."""
 LONG = 1024
 """Keys of a sequence below which cutting them gains nothing."""
+GAIN = 1.125
+"""As many rows as two groups multiply, three multiply in the same time."""
 LONGEST = 1 << 20
-"""Query tokens of a sequence for which rows are packed where that must not depend on the batch."""
+"""Tokens of a sequence for which items are cut where that must not depend on the batch."""
 MOST_CAP = 512.0
 """The largest soft cap; its logits err by up to 3e-7 times the cap, however small they are."""
 
@@ -82,10 +83,15 @@ def _rows(desc: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
 
 
 @gluon_function
-def _ring(tiles: gl.tensor, tails: gl.tensor, SLOTS: gl.constexpr) -> gl.tensor:
-    """A ring of SLOTS tiles, each filled by one warp and emptied by both groups."""
+def _ring(
+    tiles: gl.tensor, tails: gl.tensor, SLOTS: gl.constexpr, GROUPS: gl.constexpr
+) -> gl.tensor:
+    """A ring of SLOTS tiles, each filled by one warp and emptied by all groups."""
     full = allocate_barriers(SLOTS, 1)
-    return Ring(tiles, tails, full, allocate_barriers(SLOTS, GROUPS))
+    tails_full = full
+    if tails.shape[0] < SLOTS:
+        tails_full = allocate_barriers(tails.shape[0], 1)
+    return Ring(tiles, tails, full, tails_full, allocate_barriers(SLOTS, GROUPS))
 
 
 @gluon_function
@@ -94,20 +100,23 @@ def _allocate(descs: gl.tensor, FORM: gl.constexpr) -> tuple[gl.tensor, gl.tenso
     q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
     SHAPE: gl.constexpr = FORM.shape
     TILE: gl.constexpr = SHAPE.tile
-    q_tiles = _rows(q_desc, GROUPS * SHAPE.buffers)
+    q_tiles = _rows(q_desc, SHAPE.groups * SHAPE.buffers)
     k_tiles, v_tiles = _tiles(k_desc, SHAPE.k_depth, TILE), _tiles(v_desc, SHAPE.v_depth, TILE)
     if FORM.has_tail:
-        q_tails = _rows(q_tail, GROUPS * SHAPE.buffers)
-        k_tails, v_tails = _tiles(k_tail, SHAPE.k_depth, TILE), _tiles(v_tail, SHAPE.v_depth, TILE)
+        q_tails = _rows(q_tail, SHAPE.groups * SHAPE.buffers)
+        k_tails, v_tails = _tiles(k_tail, SHAPE.k_tails, TILE), _tiles(v_tail, SHAPE.v_depth, TILE)
     else:
         q_tails, k_tails, v_tails = q_tiles, k_tiles, v_tiles
     v_full = allocate_barriers(SHAPE.v_depth + 1, 1)
-    v_empty = allocate_barriers(SHAPE.v_depth, GROUPS)
-    rows = _ring(q_tiles, q_tails, SHAPE.buffers)
-    k = _ring(k_tiles, k_tails, SHAPE.k_depth)
+    v_empty = allocate_barriers(SHAPE.v_depth, SHAPE.groups)
+    rows = _ring(q_tiles, q_tails, SHAPE.buffers, SHAPE.groups)
+    k = _ring(k_tiles, k_tails, SHAPE.k_depth, SHAPE.groups)
+    v = Ring(v_tiles, v_tails, v_full, v_full, v_empty)
+    turns = v_full
+    if SHAPE.turns:
+        turns = allocate_barriers(SHAPE.groups, 1)
     fence_async_shared()
-    v = Ring(v_tiles, v_tails, v_full, v_empty)
-    return rows, Rings(k, v), Land(v_tiles, v_full, v_empty)
+    return rows, Rings(k, v, turns), Land(v_tiles, v_full, v_empty)
 
 
 @gluon_function
@@ -118,16 +127,16 @@ def _allocate_e4m3(descs: gl.tensor, FORM: gl.constexpr) -> tuple[gl.tensor, gl.
     TILE: gl.constexpr = SHAPE.tile
     V_DEPTH: gl.constexpr = SHAPE.v_depth
     WIDTH: gl.constexpr = q_desc.block_shape[2]
-    q_tiles = _rows(q_desc, GROUPS * SHAPE.buffers)
-    parts = _tiles(k_desc, GROUPS * 2, HALF)
+    q_tiles = _rows(q_desc, SHAPE.groups * SHAPE.buffers)
+    parts = _tiles(k_desc, SHAPE.groups * 2, HALF)
     k_tiles, landed = _tiles(k_desc, SHAPE.k_depth, TILE), _tiles(v_desc, SHAPE.lands, TILE)
     v_tiles = gl.allocate_shared_memory(gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout)
-    rows = _ring(q_tiles, parts, SHAPE.buffers)
-    k = _ring(k_tiles, k_tiles, SHAPE.k_depth)
-    v = _ring(v_tiles, v_tiles, V_DEPTH)
+    rows = _ring(q_tiles, parts, SHAPE.buffers, SHAPE.groups)
+    k = _ring(k_tiles, k_tiles, SHAPE.k_depth, SHAPE.groups)
+    v = _ring(v_tiles, v_tiles, V_DEPTH, SHAPE.groups)
     land = Land(landed, allocate_barriers(SHAPE.lands, 1), allocate_barriers(SHAPE.lands, 1))
     fence_async_shared()
-    return rows, Rings(k, v), land
+    return rows, Rings(k, v, v.full), land
 
 
 @launcher(
@@ -138,7 +147,7 @@ def _allocate_e4m3(descs: gl.tensor, FORM: gl.constexpr) -> tuple[gl.tensor, gl.
     in_gluon=True,
 )
 def _attend(
-    q_desc: gl.tensor,  # [num_tokens, num_q_heads, head_dim], boxes [TOKENS / GROUPS, PACK, WIDTH]
+    q_desc: gl.tensor,  # [num_tokens, num_q_heads, head_dim], boxes [64 / PACK, PACK, WIDTH]
     k_desc: gl.tensor,  # [slots, num_kv_heads, head_dim], boxes [at most block_size, 1, WIDTH]
     v_desc: gl.tensor,  # likewise
     q_tail: gl.tensor,  # as q_desc, the rest of the head_dim beside WIDTH; None: there is none
@@ -173,14 +182,22 @@ def _attend(
             (consume, (given, rows, rings, FORM, 1)),
             (widen_values, (given, rings, land, FORM)),
             (load_tiles, (descs, given, tables, table_stride, rows, rings, land, FORM)),
-        ], [4, SHAPE.wideners, 1], SHAPE.registers)  # fmt: skip
+        ], SHAPE.warps, SHAPE.registers)  # fmt: skip
     else:
         rows, rings, land = _allocate(descs, FORM)
-        gl.warp_specialize([
-            (consume, (given, rows, rings, FORM, 0)),
-            (consume, (given, rows, rings, FORM, 1)),
-            (load_tiles, (descs, given, tables, table_stride, rows, rings, land, FORM)),
-        ], [4, 1], SHAPE.registers)  # fmt: skip
+        if SHAPE.groups > 2:
+            gl.warp_specialize([
+                (consume, (given, rows, rings, FORM, 0)),
+                (consume, (given, rows, rings, FORM, 1)),
+                (consume, (given, rows, rings, FORM, 2)),
+                (load_tiles, (descs, given, tables, table_stride, rows, rings, land, FORM)),
+            ], SHAPE.warps, SHAPE.registers)  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (consume, (given, rows, rings, FORM, 0)),
+                (consume, (given, rows, rings, FORM, 1)),
+                (load_tiles, (descs, given, tables, table_stride, rows, rings, land, FORM)),
+            ], SHAPE.warps, SHAPE.registers)  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -198,16 +215,41 @@ class Shape(NamedTuple):
     """Tiles of V, which are freed later."""
     tail: int = 0
     """The smaller part of head_dim."""
+    k_tail_depth: int = 0
+    """Tails of K in shared memory; 0: as many as tiles."""
     lands: int = 0
     """Tiles of V that wait to be widened, over an e4m3 cache."""
     wideners: int = 0
     """Warps that widen them."""
+    groups: int = 2
+    """Of four warps that multiply, 64 rows each."""
+    turns: bool = False
+    """Groups take turns to issue products. Heads of 96, 160, 192 and 256 lose by it."""
+    packed: bool = False
+    """Weights are carried rounded, two in a register, where registers are short."""
+    direct: bool = False
+    """Results are stored without shared memory, so that the next item's rows are copied earlier."""
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Of a thread of each kind of warps but the first, which multiplies as the second does."""
-        most, others = REGISTERS[self.wideners]
-        return (most, others, others) if self.wideners else (most, others)
+        """Of a thread of each group of warps but the first, which multiplies as the second does."""
+        most, others = REGISTERS[self.groups, self.wideners]
+        return (most,) * (self.groups - 1) + (others,) * (1 + (self.wideners > 0))
+
+    @property
+    def warps(self) -> tuple[int, ...]:
+        """Of each kind that `registers` counts, in its order."""
+        return (4,) * (self.groups - 1) + (self.wideners,) * (self.wideners > 0) + (1,)
+
+    @property
+    def rows(self) -> int:
+        """Of an item."""
+        return self.groups * int(HALF.value)
+
+    @property
+    def k_tails(self) -> int:
+        """Tails of K in shared memory."""
+        return self.k_tail_depth or self.k_depth
 
     @property
     def columns(self) -> int:
@@ -248,7 +290,7 @@ class Form(NamedTuple):
     @property
     def tokens(self) -> int:
         """Query tokens of an item."""
-        return ROWS // self.pack
+        return self.shape.rows // self.pack
 
     @property
     def slices(self) -> int:
@@ -266,23 +308,27 @@ class Form(NamedTuple):
         return self.shape.lands > 0
 
 
-REGISTERS = {0: (240, 24), 2: (240, 32), 4: (224, 32)}
+REGISTERS = {(2, 0): (240, 24), (2, 2): (240, 32), (2, 4): (224, 32), (3, 0): (160, 32)}
 SHAPES: dict[tuple[int, bool], Shape] = {
     (64, False): Shape(64, 128, 2, 4, 4),
     (64, True): Shape(64, 128, 1, 5, 5),
-    (80, False): Shape(64, 128, 2, 3, 4, tail=16),
+    (80, False): Shape(64, 128, 2, 3, 4, tail=16, turns=True),
     (80, True): Shape(64, 128, 1, 4, 4, tail=16),
     (96, False): Shape(64, 128, 2, 3, 3, tail=32),
     (96, True): Shape(64, 128, 1, 4, 4, tail=32),
-    (128, False): Shape(128, 128, 2, 2, 3),
-    (128, True): Shape(128, 128, 1, 3, 3),
-    (160, False): Shape(128, 64, 1, 4, 4, tail=32),
-    (192, False): Shape(128, 64, 1, 3, 4, tail=64),
+    (128, False): Shape(128, 128, 2, 2, 3, turns=True),
+    (128, True): Shape(128, 128, 1, 3, 3, packed=True),
+    (160, False): Shape(128, 128, 1, 2, 2, tail=32, packed=True, direct=True),
+    (192, False): Shape(128, 128, 1, 2, 2, tail=64, k_tail_depth=1, packed=True, direct=True),
     (256, False): Shape(256, 64, 1, 2, 3),
 }
+THREE_GROUPS = {  # by head_dim, and whether there is a window or a soft cap
+    (64, False): Shape(64, 128, 2, 4, 4, groups=3, turns=True, packed=True),
+    (64, True): Shape(64, 64, 2, 4, 4, groups=3, turns=True),  # a masked step takes more registers
+}
 E4M3_SHAPES = {
-    64: Shape(64, 128, 1, 5, 3, lands=4, wideners=4),
-    128: Shape(128, 128, 1, 3, 2, lands=2, wideners=4),
+    64: Shape(64, 128, 1, 5, 3, lands=4, wideners=4, packed=True),
+    128: Shape(128, 128, 1, 3, 2, lands=2, wideners=4, packed=True),
 }
 
 
@@ -297,22 +343,38 @@ def shape_for(head_dim: int, *, split: bool, e4m3: bool = False) -> Shape:
     return SHAPES.get((size, split)) or SHAPES[size, False]
 
 
-def heads_an_item(group: int, query_len: int) -> int:
-    """Query heads of a KV head that share an item of a sequence of `query_len` query tokens.
+def three_groups_for(head_dim: int, terms: AttentionTerms) -> Shape | None:
+    """Of larger items, which take less time a row; None: there is none for a head_dim."""
+    is_masked = terms.window is not None or terms.soft_cap is not None
+    sizes = [size for size, masked in THREE_GROUPS if size >= head_dim and masked == is_masked]
+    return THREE_GROUPS[min(sizes), is_masked] if sizes else None
+
+
+def heads_an_item(group: int, query_len: int, rows: int) -> int:
+    """Query heads of a KV head that share an item of `rows` of a sequence of `query_len` tokens.
 
     The largest power of two in the group, or one that leaves rows empty where items are fewer then.
     """
     packs = (min(pack, int(HALF.value)) for pack in (group & -group, power_of_two(group)))
-    return min(packs, key=lambda pack: _count_items(group, pack, query_len))
+    return min(packs, key=lambda pack: _count_items(group, pack, query_len, rows))
+
+
+def pack_for(shape: Shape, group: int, batch: PagedBatch, terms: AttentionTerms) -> int:
+    """Query heads of a KV head that share an item of a batch.
+
+    For three groups always those for long sequences, since they serve where rows are many.
+    """
+    is_long = terms.batch_invariant or shape.groups > 2
+    return heads_an_item(group, LONGEST if is_long else batch.max_query_len, shape.rows)
 
 
 def items_a_kv_head(group: int, query_len: int) -> int:
-    """Items of a sequence of `query_len` query tokens."""
-    return _count_items(group, heads_an_item(group, query_len), query_len)
+    """Items of two groups of a sequence of `query_len` query tokens."""
+    return _count_items(group, heads_an_item(group, query_len, ROWS), query_len, ROWS)
 
 
-def _count_items(group: int, pack: int, query_len: int) -> int:
-    return ceil_div(group, pack) * ceil_div(query_len, ROWS // pack)
+def _count_items(group: int, pack: int, query_len: int, rows: int) -> int:
+    return ceil_div(group, pack) * ceil_div(query_len, rows // pack)
 
 
 def can_attend(
@@ -388,6 +450,40 @@ class Plan:
     order: Order | None
 
 
+def choose_shape(
+    query: Tensor, cache: KVCache, batch: PagedBatch, terms: AttentionTerms, programs: int
+) -> tuple[Shape, bool]:
+    """(the shape of a batch's items, whether their keys may be cut).
+
+    Keys are cut where the programs have less than one item each. Three groups take less time a row,
+    but where rounds are few, the last one of their larger items may be nearly empty. If terms are
+    batch-invariant, the choice is the same for all batches.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, e4m3 = cache.k.shape[2], cache.k.element_size() == 1
+    group = num_heads // num_kv_heads
+    two = shape_for(head_dim, split=False, e4m3=e4m3)
+    three = None if e4m3 else three_groups_for(head_dim, terms)
+    if terms.batch_invariant:
+        return three or two, False
+    pack = pack_for(two, group, batch, terms)
+    whole = batch.num_tokens * pack // ROWS * num_kv_heads * ceil_div(group, pack)
+    if whole < programs and batch.max_seq_len >= LONG:
+        return shape_for(head_dim, split=True, e4m3=e4m3), True
+
+    def count_steps(shape: Shape) -> int:
+        """Times 64 rows that a program multiplies, if all items take as long."""
+        pack = pack_for(shape, group, batch, terms)
+        ends = (batch.num_seqs - 1) // 2  # a sequence's last item is half empty
+        tiles = ceil_div(batch.num_tokens * pack, shape.rows) + ends
+        items = tiles * num_kv_heads * ceil_div(group, pack)
+        return ceil_div(items, programs) * shape.groups
+
+    if three is not None and count_steps(three) <= GAIN * count_steps(two):
+        return three, False
+    return two, False
+
+
 def plan_attend(
     place: Place,
     query: Tensor,
@@ -400,15 +496,10 @@ def plan_attend(
     device, (num_heads, head_dim) = query.device, query.shape[1:]
     block_size, num_kv_heads = cache.k.shape[1:3]
     group = num_heads // num_kv_heads
-    pack = heads_an_item(group, LONGEST if terms.batch_invariant else batch.max_query_len)
     programs, planned = place.num_multiprocessors(device), batch.num_seqs > 1
-    e4m3 = cache.k.element_size() == 1
-    shape = shape_for(head_dim, split=False, e4m3=e4m3)
-    slices = num_kv_heads * ceil_div(group, pack)
-    whole = batch.num_tokens * pack // ROWS * slices
-    split = not terms.batch_invariant and whole < programs and batch.max_seq_len >= LONG
-    shape = shape_for(head_dim, split=split, e4m3=e4m3)
-    tokens = ROWS // pack
+    shape, split = choose_shape(query, cache, batch, terms, programs)
+    pack = pack_for(shape, group, batch, terms)
+    slices, tokens = num_kv_heads * ceil_div(group, pack), shape.rows // pack
     tiles = batch.num_tokens // tokens + batch.num_seqs
     items = Items(tokens, slices, shape.tile, tiles, programs, split)
     k_stride, v_stride = cache.k.stride(), cache.v.stride()
@@ -428,7 +519,7 @@ def plan_attend(
         (programs, 1, 1),
         (batch.block_table.stride(0), most_items),
         boxes_of(shape, query, cache, pack),
-        most_items * ROWS * (head_dim + 1) if split else 0,
+        most_items * shape.rows * (head_dim + 1) if split else 0,
         plan_order(place, device, items, has_window=has_window) if planned else None,
     )
 

@@ -14,7 +14,7 @@ from backends.triton_gpu.shared.softmax import raise_highest
 
 
 @gluon_function
-def _in_columns(tile: gl.tensor, COLUMNS: gl.constexpr) -> gl.tensor:
+def in_columns(tile: gl.tensor, COLUMNS: gl.constexpr) -> gl.tensor:
     """A tile [rows, keys] as [rows, keys / COLUMNS, COLUMNS]."""
     return tile.reshape([tile.shape[0], tile.shape[1] // COLUMNS, COLUMNS])
 
@@ -22,7 +22,7 @@ def _in_columns(tile: gl.tensor, COLUMNS: gl.constexpr) -> gl.tensor:
 @gluon_function
 def start_totals(each: gl.tensor, tile: gl.tensor, COLUMNS: gl.constexpr) -> gl.tensor:
     """Totals [rows, COLUMNS] that add up to `each` row's, for tiles that lie like this one."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, _in_columns(tile, COLUMNS).type.layout)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, in_columns(tile, COLUMNS).type.layout)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
     each = gl.convert_layout(each, gl.SliceLayout(1, LAYOUT))
     return gl.where(column == 0, each[:, None], 0.0)
@@ -41,7 +41,7 @@ def add_weights(
     """(weights of a tile, highest, totals, rescale), as by `add_tile` with keys along axis 1."""
     ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
     COLUMNS: gl.constexpr = totals.shape[1]
-    top = gl.convert_layout(gl.max(gl.max(_in_columns(logits, COLUMNS), 1), 1), ROW)
+    top = gl.convert_layout(gl.max(gl.max(in_columns(logits, COLUMNS), 1), 1), ROW)
     if factor is not None:
         top = top * factor
         if factor.type.is_block():
@@ -50,5 +50,5 @@ def add_weights(
     now, rescale = raise_highest(highest, top)
     weights = gl.exp2(logits - now[:, None])
     by = gl.convert_layout(rescale, gl.SliceLayout(1, totals.type.layout))
-    totals = totals * by[:, None] + gl.sum(_in_columns(weights, COLUMNS), 1)
+    totals = totals * by[:, None] + gl.sum(in_columns(weights, COLUMNS), 1)
     return weights, now, totals, rescale
