@@ -84,3 +84,8 @@ def __getattr__(name: str) -> object:
         globals().update({each: names[each] for each in __all__ if each in names})
     value: object = globals()[name]
     return value
+
+
+def __dir__() -> list[str]:
+    """All names, whether they are loaded or not."""
+    return sorted({*globals(), *__all__})

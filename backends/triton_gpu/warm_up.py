@@ -114,8 +114,6 @@ def _batches(
 ) -> Iterator[PagedBatch]:
     """Batches among whose plans are all that calls can ask for; prefill's first."""
     device, group = layer.cache.k.device, layer.num_q_heads // layer.cache.k.shape[2]
-    tokens = ROWS // heads_an_item(group, 1, ROWS)
-    cut = ROWS * place.num_multiprocessors(device) // layer.num_q_heads
     most = latent.MOST_ROWS if layer.cache.is_latent else MOST_ROWS
     few = range(2, min(max_query_len, most // group + 1) + 1)
     for num_seqs in (1, 2) if max_query_len > 1 else ():
@@ -123,9 +121,7 @@ def _batches(
             yield _idle(device, num_seqs, query_len, query_len)
         query_len = min(max_query_len, MOST_ROWS + 1)
         yield _idle(device, num_seqs, query_len, query_len, LONG)
-        longest = max_query_len if num_seqs == 1 else max_query_len * max_num_seqs
-        for rows in range(tokens, min(longest, 2 * cut + tokens) + 1, tokens):
-            yield _idle(device, num_seqs, rows, min(rows, max_query_len), LONG)
+    yield from _many_rows(place, layer, max_num_seqs, max_query_len)
     for num_seqs in batch_sizes(max_num_seqs):
         for reach in (1, LONG):  # which decode does not ask for, but heads that prefill takes
             yield _idle(device, num_seqs, num_seqs, 1, reach)
@@ -134,6 +130,33 @@ def _batches(
     for query_len in few if layer.shared_prefix else ():  # decode takes no several tokens then
         batch = _idle(device, 2, 4, query_len, max_seq_len=2)
         yield replace(batch, shared_prefix=SharedPrefix(0, 2, 1))
+
+
+def _many_rows(
+    place: Place, layer: LayerCall, max_num_seqs: int, max_query_len: int
+) -> Iterator[PagedBatch]:
+    """Batches for every pack of query heads, of up to two rounds of Hopper's programs.
+
+    Of short sequences and of long ones, and of as few and as many as make the rows: the shape of
+    items and whether keys are cut depend on all of these.
+    """
+    device, group = layer.cache.k.device, layer.num_q_heads // layer.cache.k.shape[2]
+    tokens = ROWS // heads_an_item(group, 1, ROWS)
+    a_round = ROWS * place.num_multiprocessors(device) // layer.num_q_heads
+    by_pack: dict[int, list[int]] = {}
+    for query_len in (*range(tokens, max(2 * a_round, ROWS * group), tokens), max_query_len):
+        if query_len <= max_query_len:
+            by_pack.setdefault(heads_an_item(group, query_len, ROWS), []).append(query_len)
+    step = max(1, a_round // tokens // 8)
+    for lengths in by_pack.values():
+        longest = max(lengths)
+        most_rows = min(longest * max_num_seqs, 2 * a_round)
+        for reach in (1, LONG) if lengths[0] < LONG else (LONG,):
+            for query_len in (*lengths[::step], longest):
+                yield _idle(device, 1, query_len, query_len, reach)
+            for rows in (*range(lengths[0], most_rows, step * tokens), most_rows):
+                for num_seqs in sorted({min(2, max_num_seqs), min(rows, max_num_seqs)}):
+                    yield _idle(device, num_seqs, rows, longest, reach)
 
 
 def variants_asked(

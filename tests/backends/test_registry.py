@@ -70,6 +70,14 @@ def test_importing_backends_imports_no_toolchain_and_loading_one_not_that_of_ano
     assert _python(code, TRITON_INTERPRET="1") == f"set() {name}"
 
 
+def test_names_are_listed_before_one_that_needs_torch_is_loaded():
+    code = (
+        "import sys, backends; missing = {*backends.__all__, '__name__'} - {*dir(backends)};"
+        "print(missing, 'torch' in sys.modules)"
+    )
+    assert _python(code) == "set() False"
+
+
 def test_auto_is_numba_without_cuda_and_triton_with_it(monkeypatch):
     asked = []
     monkeypatch.setattr(registry, "_load", lambda name, point: asked.append(name))

@@ -136,6 +136,10 @@ def check_hopper():
         for bounds in ((60, 2048), (60, 6), (1, 700)):
             found = list(unmet(place, case, *bounds))
             assert not found, (case, bounds, found)
+    for heads, kv, size, *bounds in ((16, 2, 64, 16, 64), (20, 4, 64, 8, 64), (14, 2, 48, 60, 200)):
+        case = base.with_(num_kv_heads=kv, group=heads // kv, head_dim=size)
+        found = list(unmet(place, case, *bounds))
+        assert not found, (case, bounds, found)
     all_batches = warm_up._batches
     for case, most in ((cases[1], 8), (cases[-1], 2), (cases[-2], 200)):
 
