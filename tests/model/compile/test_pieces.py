@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 from torch import _inductor as inductor
 from torch import fx, nn
 from torch._dynamo.source import ConstantSource
-from torch._inductor import async_compile, codecache, select_algorithm, triton_bundler
+from torch._inductor import codecache, triton_bundler
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -193,7 +194,8 @@ def test_what_needs_more_than_its_source_is_loaded_with_the_compiler(
 @pytest.mark.filterwarnings("ignore")
 def test_products_of_another_library_are_loaded_with_the_compiler(plain, monkeypatch):
     noted, about, _ = plain
-    products = select_algorithm.extern_kernels
+    # Not imported above: a start in another process, which needs no compiler, imports this file.
+    products = import_module("torch._inductor.select_algorithm").extern_kernels
     name = next(
         name for name in artifacts._PRODUCTS if f"extern_kernels.{name}(" in noted["source_code"]
     )
@@ -217,7 +219,7 @@ def test_a_stored_kernel_runs_with_its_settings_on_aligned_inputs(tmp_path, monk
     """On a GPU its code may assume alignment, which none of a CPU does."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found = SimpleNamespace(result=lambda: torch.add)
-    cache = async_compile.CompiledTritonKernels._cache
+    cache = import_module("torch._inductor.async_compile").CompiledTritonKernels._cache
     emit = partial(cache.__setitem__, "a key", found)
     monkeypatch.setattr(triton_bundler.TritonBundler, "read_and_emit", lambda _: emit())
     kernel = triton_bundler.StaticallyLaunchedAutotuner("a key", "add", None)
