@@ -112,12 +112,21 @@ def _direct(artifact: bytes) -> bytes:
     [stored], [entry] = found["inductor"], found["aot_autograd"]
     graph = pickle.loads(stored.content)  # noqa: S301  # inductor has just written it
     about = pickle.loads(entry.content).runtime_metadata  # noqa: S301
-    products = import_module("torch._inductor.select_algorithm").extern_kernels
-    bundle, source = graph._triton_bundle, graph.source_code  # noqa: SLF001
+    bundle = graph._triton_bundle  # noqa: SLF001
     bundle = None if bundle is None else _once(bundle)
     kernels = [] if bundle is None else [each.kernel_name for each in bundle.static_autotuners]
+    if not _is_plain(graph, about, kernels):
+        return b""
+    tuned = [(each.key, each.content) for each in found.get("autotune", ())]
+    return pickle.dumps((graph.source_code, bundle, [*graph.inputs_to_check], tuned))
+
+
+def _is_plain(graph: Any, about: Any, kernels: Sequence[str]) -> bool:  # noqa: ANN401  # of PyTorch
+    """Whether code can run without inductor's loader: see the module."""
+    source = graph.source_code
+    products = import_module("torch._inductor.select_algorithm").extern_kernels
     called = {*re.findall(r"\bextern_kernels\.(\w+)", source)}
-    is_plain = (
+    return (
         all(line in source for line in _REPLACED)
         and not re.search(r"\balign\(", source)
         and called.issubset(_PRODUCTS)
@@ -127,8 +136,6 @@ def _direct(artifact: bytes) -> bytes:
         and not graph.mutated_input_idxs
         and all(each.output_type.name == "non_alias" for each in about.output_info)
     )
-    tuned = [(each.key, each.content) for each in found.get("autotune", ())]
-    return pickle.dumps((source, bundle, [*graph.inputs_to_check], tuned)) if is_plain else b""
 
 
 def _once(bundle: Any) -> Any:  # noqa: ANN401  # of inductor

@@ -1,10 +1,12 @@
 """A piece is compiled once on a machine, for every size that its code holds for."""
 
 import os
+import pickle
 import shutil
 import stat
 import subprocess
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import torch
 from torch import _inductor as inductor
 from torch import fx, nn
 from torch._dynamo.source import ConstantSource
-from torch._inductor import codecache, triton_bundler
+from torch._inductor import async_compile, codecache, select_algorithm, triton_bundler
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -134,6 +136,105 @@ def test_a_second_start_reads_no_source_of_pytorch_and_starts_no_process(way, fo
     assert {*threads} == {1}
     assert config.compile_threads != 1
     assert codecache.torch_key is unread
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What inductor notes of the module, as of one that runs without its loader."""
+    x = torch.zeros(12, 16)
+    seen = []
+
+    def note(graph, about, kernels):
+        seen.append((graph, about, kernels))
+        return is_plain(graph, about, kernels)
+
+    is_plain, artifacts._is_plain = artifacts._is_plain, note
+    try:
+        pieces._saved(module(), [x, WEIGHT], SIZED)
+    finally:
+        artifacts._is_plain = is_plain
+    [(graph, about, kernels)] = seen
+    return vars(graph), about, kernels
+
+
+KERNEL = "add = async_compile.triton('add', 'def add(): pass', device_str='cuda')\n"
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("without", "behind", "changes", "kernels"),
+    [
+        ("\0", "buf1 = align(s0)\n", {}, []),  # a function that is left out
+        ("\0", "extern_kernels.convolution(buf0)\n", {}, []),  # that Triton computes too
+        ("\0", KERNEL, {}, []),  # none is stored
+        ("\0", KERNEL, {}, ["multiply"]),
+        ("\0", "", {}, ["add"]),
+        ("\0", "", {"constants": {"c": torch.ones(2)}}, []),
+        ("\0", "", {"frozen_param_names": {"c": "weight"}}, []),
+        ("\0", "", {"torchbind_constants": {"c": object()}}, []),
+        ("\0", "", {"mutated_input_idxs": {0}}, []),
+        *[(line, "", {}, []) for line in artifacts._REPLACED],
+    ],
+)
+def test_what_needs_more_than_its_source_is_loaded_with_the_compiler(
+    plain, without, behind, changes, kernels
+):
+    noted, about, _ = plain
+    assert artifacts._is_plain(SimpleNamespace(**noted), about, [])
+    tuned = {**noted, "source_code": noted["source_code"] + KERNEL}
+    assert artifacts._is_plain(SimpleNamespace(**tuned), about, ["add"])
+    source = noted["source_code"].replace(without, "") + behind
+    graph = SimpleNamespace(**{**noted, "source_code": source, **changes})
+    assert not artifacts._is_plain(graph, about, kernels)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_products_of_another_library_are_loaded_with_the_compiler(plain, monkeypatch):
+    noted, about, _ = plain
+    products = select_algorithm.extern_kernels
+    name = next(
+        name for name in artifacts._PRODUCTS if f"extern_kernels.{name}(" in noted["source_code"]
+    )
+    monkeypatch.setattr(products, name, lambda *_, **__: None)
+    assert not artifacts._is_plain(SimpleNamespace(**noted), about, [])
+
+
+SOURCE = """
+from torch._inductor.async_compile import AsyncCompile
+async_compile = AsyncCompile()
+add = async_compile.triton('add', 'source of add', device_str='cuda')
+async_compile.wait(globals())
+del async_compile
+
+def call(args):
+    return [add(*args), *args]
+"""
+
+
+def test_a_stored_kernel_runs_with_its_settings_on_aligned_inputs(tmp_path, monkeypatch):
+    """On a GPU its code may assume alignment, which none of a CPU does."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = SimpleNamespace(result=lambda: torch.add)
+    cache = async_compile.CompiledTritonKernels._cache
+    emit = partial(cache.__setitem__, "a key", found)
+    monkeypatch.setattr(triton_bundler.TritonBundler, "read_and_emit", lambda _: emit())
+    kernel = triton_bundler.StaticallyLaunchedAutotuner("a key", "add", None)
+    bundle = triton_bundler.TritonBundle([], [kernel])
+    direct = pickle.dumps((SOURCE, bundle, [0], [("ab/kernel.best_config", b"{}")]))
+    run = artifacts._run_of(direct)
+    assert "a key" not in cache
+    assert found.reload_kernel_from_src.args == ("add", "source of add")
+    assert (tmp_path / "ab/kernel.best_config").read_bytes() == b"{}"
+    loose, aligned = torch.arange(17.0)[1:], torch.ones(16)
+    assert loose.data_ptr() % 16
+    total, *seen = run(loose, aligned)
+    assert torch.equal(total, loose + 1)
+    assert not any(each.data_ptr() % 16 for each in seen)
+    emit = dict
+    with pytest.raises(KeyError):  # a folder of Triton's that may not be written, say
+        artifacts._run_of(direct)
 
 
 def test_a_kernel_that_is_stored_twice_is_one():

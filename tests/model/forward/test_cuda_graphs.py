@@ -486,10 +486,11 @@ def test_a_planted_bug_of_adapters_in_a_graph_shows(bug):
 
 
 class Counting:
-    """Runs what would be captured."""
+    """Runs what would be captured, and notes what is of one kind."""
 
     def __init__(self, device):
         self.device = device
+        self.kinds = {}
 
     def __enter__(self):
         return self
@@ -497,7 +498,8 @@ class Counting:
     def __exit__(self, *_):
         pass
 
-    def capture(self, run, _kind):
+    def capture(self, run, kind):
+        self.kinds.setdefault(kind, []).append(run.args[0])
         run()
         return None, run()
 
@@ -521,6 +523,25 @@ def test_adapters_double_the_graphs_however_many_there_are(has_adapters, monkeyp
         halves = [halves.down.data_ptr() for halves in engine.network.adapters._halves.values()]
         engine.add_adapter(random_adapter(engine.model.network, "c", 7))
         assert halves == [one.down.data_ptr() for one in engine.network.adapters._halves.values()]
+
+
+def test_what_runs_normally_once_has_the_kernels_of_all_that_are_captured_like_it(monkeypatch):
+    counting = Counting(torch.device("cpu"))
+    monkeypatch.setattr("model.forward.cuda_graphs.GraphCapturer", lambda _: counting)
+    engine = engine_with_adapters()
+    draws = DrawGraphs(5, counting.device)
+    graphs = CudaGraphs(engine.network, engine._runner.drawn, [64], 4, 5, 40, draws)
+    shared = [bucket._replace(shares=True) for bucket in graphs.buckets.singles]
+    monkeypatch.setattr(graphs, "_sharing", lambda: shared)
+    graphs.capture()
+    steps = [kind for kind, first in counting.kinds.items() if isinstance(first[0], Bucket)]
+    for kind in steps:
+        alike = counting.kinds[kind]
+        assert len({(one.longest == 1, one.shares, one.adapted) for one in alike}) == 1
+        assert len({one.tokens in FEW_ROWS for one in alike}) == 1
+        assert alike[0] == max(alike)  # whose buffers serve the others
+    assert {*counting.kinds} - {*steps} == {*ALL_CUTS}
+    assert all({*counting.kinds[cuts]} == {cuts} for cuts in ALL_CUTS)
 
 
 def test_only_cuts_that_a_row_asks_for_are_made():
