@@ -60,7 +60,7 @@ SHAPES = [
     MIXED.with_(name="a chunk alone", seqs=((130, 1500),), group=4),
     MIXED.with_(name="more items than programs", seqs=((700, 900), (90, 2000)), num_kv_heads=8),
     *(
-        MIXED.with_(name=f"long, {d}", head_dim=d, seqs=((700, 900), (90, 2000)), num_kv_heads=8)
+        MIXED.with_(name=f"long, {d}", head_dim=d, seqs=((700, 900), (90, 2000)), num_kv_heads=24)
         for d in (160, 192)
     ),
     MIXED.with_(name="long, window, 192", head_dim=192, seqs=((700, 2000), (9, 900)), window=300),
