@@ -90,7 +90,7 @@ def _end_with(caller: int) -> None:
 
 
 def num_cores() -> int:
-    """Cores of this process's share of the machine; 0: the system does not say. O(cores)."""
+    """Cores of this process's share of the machine; 0: less than one, or unknown. O(cores)."""
     if not hasattr(os, "sched_getaffinity"):
         return 0
     said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun

@@ -39,8 +39,9 @@ MIXED = AttentionCase(
 CUT = MIXED.with_(
     seqs=((40, 5000), (128, 3000), (0, 0), (5, 4000), (1, 700), (90, 90)), group=4, head_dim=128
 )
-THREE = MIXED.with_(head_dim=64, group=8, num_kv_heads=2)  # groups that multiply, over few keys
-MANY = THREE.with_(batch_invariant=True)  # the tiles that serve many keys
+THREE = MIXED.with_(head_dim=64, group=8, num_kv_heads=2, batch_invariant=True)
+"""Three groups multiply, however few rows there are."""
+MASKED = THREE.with_(window=100)
 QUANTISED = {"cache_dtype": torch.float8_e4m3fn, "scales": "head"}
 SHAPES = [
     *(MIXED.with_(name=f"group {g}", group=g, head_dim=128) for g in (1, 2, 3, 4, 5, 8, 12, 16)),
@@ -59,7 +60,7 @@ SHAPES = [
     MIXED.with_(name="a chunk alone", seqs=((130, 1500),), group=4),
     MIXED.with_(name="more items than programs", seqs=((700, 900), (90, 2000)), num_kv_heads=8),
     *(
-        MIXED.with_(name=f"long, {d}", head_dim=d, seqs=((700, 900), (90, 2000)), num_kv_heads=8)
+        MIXED.with_(name=f"long, {d}", head_dim=d, seqs=((700, 900), (90, 2000)), num_kv_heads=24)
         for d in (160, 192)
     ),
     MIXED.with_(name="long, window, 192", head_dim=192, seqs=((700, 2000), (9, 900)), window=300),
@@ -98,12 +99,12 @@ SHAPES = [
     ),
     *(
         case.with_(name=f"three groups, {what}, block size {n}", block_size=n, sinks=True)
-        for what, case in (("few keys", THREE), ("many", MANY))
+        for what, case in (("no window", THREE), ("window", MASKED))
         for n in (8, 16, 32, 64, 128)
     ),
     *(
         case.with_(name=f"three groups, {what}, group {g}", group=g, dtype=torch.float16)
-        for what, case in (("few keys", THREE), ("many", MANY))
+        for what, case in (("no window", THREE), ("window", MASKED))
         for g in (1, 3, 5, 6, 12)
     ),
     *(
@@ -111,21 +112,29 @@ SHAPES = [
             name=f"three groups, {what}, queries around {n}",
             seqs=((n - 1, n), (n, n), (n + 1, n + 1), (2 * n - 1, 3 * n)),
         )
-        for what, case in (("few keys", THREE), ("many", MANY))
+        for what, case in (("no window", THREE), ("window", MASKED))
         for n in (24, 64, 192)
     ),
     *(
-        THREE.with_(name=f"three groups, {name}", seqs=seqs, num_kv_heads=8)
+        THREE.with_(
+            name=f"three groups, {name}, window {window}",
+            seqs=seqs,
+            num_kv_heads=8,
+            window=window,
+            batch_invariant=False,
+        )
+        for window in (None, 300)
         for name, seqs in (
-            ("alone", ((1249, 2049),)),
-            ("512 of many", ((512, 3000),)),
+            ("alone", ((1000, 2049),)),
+            ("700 of many", ((700, 3000),)),
             ("long", ((385, 2500), (1, 37), (193, 193), (0, 0), (191, 1000))),
         )
     ),
     THREE.with_(name="three groups, soft cap", soft_cap=3.0, sinks=True),
-    MANY.with_(name="three groups, many, soft cap", soft_cap=30.0),
-    MANY.with_(name="three groups, many, one huge logit", values="huge"),
-    MANY.with_(name="three groups, many, strided", strided=True, head_dim=48),
+    THREE.with_(name="three groups, soft cap, window", soft_cap=30.0, window=200),
+    THREE.with_(name="three groups, one huge logit", values="huge"),
+    THREE.with_(name="three groups, strided", strided=True, head_dim=48),
+    MASKED.with_(name="three groups, window, strided", strided=True, head_dim=48),
 ]
 
 
@@ -244,6 +253,16 @@ def test_the_shape_of_items_is_the_same_for_all_batches_only_where_terms_say_so(
     for head_dim in (64, 80, 128):
         assert len(shapes(head_dim, alike=True)) == 1
         assert len(shapes(head_dim, alike=False)) == (3 if head_dim == 64 else 2)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", [case for case in SHAPES if "three" in case.name], ids=str)
+def test_cases_of_three_groups_have_three_groups_on_a_gpu_of_132_multiprocessors(case):
+    inputs = build(case, torch.device("cpu"))
+    shape, is_cut = hopper_prefill.choose_shape(
+        inputs.query, inputs.cache, inputs.batch, inputs.terms, programs=132
+    )
+    assert (shape.groups, is_cut) == (3, False)
 
 
 STEP = (
@@ -469,7 +488,7 @@ def test_a_thread_can_attend_that_has_called_nothing_of_cuda_before(triton):
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("base", [CUT, MANY], ids=["cut", "three groups"])
+@pytest.mark.parametrize("base", [CUT, THREE], ids=["cut", "three groups"])
 def test_a_recorded_step_serves_any_mix_of_decode_and_prefill_up_to_its_bounds(triton, base):
     """Four sequences, 300 tokens and 5000 positions at most, whatever they were when recorded."""
     shape = base.with_(seqs=((1, 4900), (297, 4900), (1, 700), (1, 1)))

@@ -9,10 +9,11 @@ The formula and the results of `prefill/prefill.py`, whose kernel serves what th
 copies, matrix unit and exponential unit work at the same time.
 
 Layout: an item is 128 rows (192 with three groups, at head_dim 64), TOKENS query tokens of one
-sequence times PACK query heads of one KV head (`heads_an_item`); it walks the tiles of 128 keys (64
-above head_dim 192, or where rows see few) that it sees, last first. In shared memory are rings of
-tiles of K and of V and the rows of two items, 224 KiB at head_dim 128 (`shape_for`). Rows of K, V
-and Q are padded with zeros to 64, 128 or 256 numbers by the copy engine.
+sequence times PACK query heads of one KV head (`heads_an_item`); it walks the tiles of 128 keys
+that it sees, last first (64 above head_dim 192, or with three groups and a window or soft cap). In
+shared memory are rings of tiles of K and of V and the rows of two items, 224 KiB at head_dim 128
+(`shape_for`). Rows of K, V and Q are padded with zeros to 64, 128 or 256 numbers by the copy
+engine.
 Grid: one program a multiprocessor, which takes items in the order of `items`. Where a batch
 has too few items for them, the keys of items are cut, and the programs add the parts up at the end
 (`merge`).
