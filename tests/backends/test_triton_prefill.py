@@ -233,6 +233,13 @@ def test_groups_issue_products_one_after_the_other_whatever_their_pace(monkeypat
 
 
 @needs_triton
+def test_groups_take_turns_only_where_an_item_starts_before_the_last_has_ended():
+    """A group that waits for its last product has no turn to give."""
+    shapes = {**hopper_prefill.SHAPES, **hopper_prefill.THREE_GROUPS}.values()
+    assert all(shape.buffers == 2 for shape in shapes if shape.turns)
+
+
+@needs_triton
 @pytest.mark.parametrize("changes", [{}, {"window": 128}, {"soft_cap": 30.0}])
 def test_the_shape_of_items_is_the_same_for_all_batches_only_where_terms_say_so(changes):
     alone = ((500, 500),), ((20, 3000),), ((3000, 3000),), ((2, 2),)
