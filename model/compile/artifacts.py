@@ -10,7 +10,7 @@ tensor, and it calls nothing but PyTorch's own products and kernels that are sto
 Invariants: what runs is inductor's own source with inductor's own kernels. It belongs to one build
 of PyTorch, which is part of the name of its file.
 
-Does not know: what is computed, where files are.
+Does not know: what a piece computes, where its file is.
 """
 
 import logging

@@ -194,7 +194,7 @@ def _digest(
     for tensor, dims in zip(inputs, sized, strict=True):
         shape, stride = [*tensor.shape], [*tensor.stride()]
         looks.append((shape, stride, tensor.dtype, str(tensor.device), dims))
-    # The portable settings: others (how many threads compile, say) leave the code as it is.
+    # Only portable settings: the others, such as the number of threads, do not change the code.
     config = import_module("torch._inductor").config
     settings = sorted(config.save_config_portable(ignore_private_configs=False).items())
     facts = (module.code, looks, str(capability), settings, _compilers(), _OPTIONS)

@@ -166,8 +166,8 @@ class GraphCapturer:
 
         Args:
             run: launches kernels.
-            kind: calls of one kind launch the same kernels, but for those of PyTorch that are
-                chosen by a size.
+            kind: calls of one kind launch the same kernels, but for those that a size chooses;
+                they were launched before, or are loaded in the capture.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()

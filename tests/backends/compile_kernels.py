@@ -256,13 +256,13 @@ def check_hopper_latents(case, layer, room):
     )  # fmt: skip
     copies_16_bytes(made, "LDGSTS")
     assert made.count("HGMMA") == 2 * (36 + 32)  # of both groups: a tile's logits, and sums
-    spills = 100 if shape.rows == hopper_latent.MANY_ROWS else 24
+    spills = 100 if shape.rows == hopper_latent.ROWS_OF_LARGE_SUMS else 24
     bound(made, registers=form.registers.launch, shared=room, spills=spills)
     by_each_thread = "cp.async.mbarrier.arrive"
     assert unordered_arrivals(made.ptx.replace(by_each_thread, "")) == 0
     # for the kernel before: both groups and the copies, and one way out for programs without work
     assert (made.count("ACQBULK"), made.count("EXIT")) == (4, 3)
-    if shape.rows < hopper_latent.MANY_ROWS:
+    if shape.rows < hopper_latent.ROWS_OF_LARGE_SUMS:
         check_merge_of_one(cut, (1 << 16) - 3 * 128 * form.registers.launch)
 
 

@@ -143,7 +143,7 @@ def check_hopper():
     all_batches = warm_up._batches
     for case, most in ((cases[1], 8), (cases[-1], 2), (cases[-2], 200)):
 
-        def gap(*call, most=most):  # what is left out is found
+        def gap(*call, most=most):  # the check finds what a warm-up leaves out
             for batch in all_batches(*call):
                 if batch.max_query_len <= most:
                     yield batch

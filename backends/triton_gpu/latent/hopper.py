@@ -57,7 +57,7 @@ from backends.triton_gpu.shared.softmax import (
 TILE = 64
 REST = 64
 WARPS = 4
-MANY_ROWS = 64
+ROWS_OF_LARGE_SUMS = 64
 """Their sums alone take 128 registers of a thread that multiplies values of 512 numbers."""
 
 
@@ -383,7 +383,7 @@ class Form(NamedTuple):
     @property
     def registers(self) -> Registers:
         """Few rows leave a multiprocessor 16,384, which a program of the merge takes."""
-        if self.rows >= MANY_ROWS:
+        if self.rows >= ROWS_OF_LARGE_SUMS:
             return Registers(multiply=200, copy=96, launch=168)
         return Registers(multiply=144, copy=96, launch=128)
 

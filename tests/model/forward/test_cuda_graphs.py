@@ -486,7 +486,7 @@ def test_a_planted_bug_of_adapters_in_a_graph_shows(bug):
 
 
 class Counting:
-    """Runs what would be captured, and notes what is of one kind."""
+    """Runs each call instead of capturing it, and records the calls of each kind."""
 
     def __init__(self, device):
         self.device = device
