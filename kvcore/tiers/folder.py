@@ -9,7 +9,6 @@ Does not know: what is in a segment. Every call may raise OSError; `start` turns
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Sequence
@@ -18,8 +17,13 @@ from typing import Final, Protocol, final
 
 from kvcore.tiers.tier import TierError, TierInUseError
 
+try:
+    import fcntl
+except ImportError:  # Windows, where routers read events, has no such lock; `start` says so
+    fcntl = None  # type: ignore[assignment]
+
 _NAME: Final = re.compile(r"([0-9a-f]{16})\.kvseg")
-_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+_FLAGS: Final = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 class Segments(Protocol):
@@ -72,6 +76,11 @@ class Folder:
 
     def start(self) -> None:
         """See `Segments.start`."""
+        if fcntl is None:
+            raise TierError(
+                "disk tier: wanted a system with POSIX file locks (Linux, macOS), this one has "
+                "none; keep copies in host memory"
+            )
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.is_symlink() or self.path.stat().st_uid != os.geteuid():
