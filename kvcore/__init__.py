@@ -6,7 +6,8 @@ share a block. It needs the standard library and xxhash, and imports no tensor l
 
 import warnings
 from importlib import import_module
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvcore.block import NULL_BLOCK, Block, BlockId, Node
 from kvcore.content_tree import ContentTree
@@ -78,6 +79,11 @@ if TYPE_CHECKING:
     from kvcore.inspect.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
 
 __version__ = "0.1.0"
+
+build: Final[Literal["compiled", "python"]] = (
+    "python" if isinstance(KVCacheManager.open, FunctionType) else "compiled"
+)
+"""The kind of this installation: compiled by mypyc, or plain Python, several times slower."""
 
 _RENAMED = {
     "Item": "MultimodalItem",
@@ -172,6 +178,7 @@ __all__ = [
     "Tokens",
     "UnknownTokensError",
     "block_hashes",
+    "build",
     "check",
     "decode_namespace",
     "describe_block",

@@ -1,4 +1,4 @@
-"""One way in: `python -m model COMMAND`.
+"""One way in: `python -m model COMMAND`, and `kvcore-engine COMMAND` where that is installed.
 
 Decides: the names of the commands. Each is a module, which `python -m model.COMMAND` starts too, so
 nothing of a command is loaded before it is chosen.
@@ -6,7 +6,12 @@ nothing of a command is loaded before it is chosen.
 Does not know: their flags.
 """
 
+import runpy
+import sys
+from importlib import import_module
+
 from model.cli.exits import leaves
+from model.errors import UsageError, shown
 
 COMMANDS = {
     "run": "continue prompts; without any, built-in ones",
@@ -26,18 +31,13 @@ python -m model COMMAND --help shows the common flags of a command, --help-all a
 --version shows the version.
 """
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Run the command that the process was started with; it ends the process."""
     with leaves():
-        import runpy
-        import sys
-
-        from model.errors import UsageError, shown
-
         command = sys.argv[1] if len(sys.argv) > 1 else "--help"
         if command == "--version":
-            import kvcore
-
-            print(f"kvcore {kvcore.__version__}")
+            print(f"kvcore {import_module('kvcore').__version__}")
         elif command in {"-h", "--help", "--help-all"}:
             rows = [f"  {name:9}{words}" for name, words in COMMANDS.items()]
             print(_HELP.format(commands="\n".join(rows)), end="")
@@ -46,3 +46,7 @@ if __name__ == "__main__":
         else:
             del sys.argv[1]
             runpy.run_module(f"model.{command}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

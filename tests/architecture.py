@@ -28,6 +28,7 @@ KVCORE_LAYERS = (
     ("__init__",),
     ("tiers",),
     ("adapters", "testing", "wire"),
+    ("__main__",),
     ("build_hook",),  # runs when kvcore is built; nothing imports it
 )
 

@@ -35,6 +35,14 @@ from model.tiny import CHECKPOINT_DIR
 install(AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR), backend="numba")
 """
 
+SHADOWED = """
+import pathlib, subprocess, sys
+pathlib.Path("model.py").write_text("raise SystemExit('a model.py of the user')")
+for name, flags in [("kvcore", ["version"]), ("kvcore-engine", ["run", "--max-tokens", "4"])]:
+    subprocess.run([pathlib.Path(sys.executable).with_name(name), *flags], check=True)
+pathlib.Path("model.py").unlink()
+"""
+
 # What a user does first with each of them; it has to succeed outside of a checkout.
 TRIALS = {
     "kvcore": (
@@ -44,6 +52,7 @@ TRIALS = {
     "kvcore-engine": (
         ["-m", "model.run", "--prompt", "A tuple is", "--max-tokens", "8", "--verify"],
         ["-m", "model.minimal", "A tuple is"],
+        ["-c", SHADOWED],
         ["-c", "from model import Engine, LLM"],
         ["-c", INSTALL],
     ),
@@ -85,6 +94,7 @@ def project_of(name, version):
             "license-files": ["LICENSE"],
             **{key: PROJECT["project"][key] for key in SHARED},
             "dependencies": [*needs, *sorted(own)],
+            "scripts": about.get("scripts", {}),
             "optional-dependencies": {
                 part: [
                     line for line in extra(part) if bare(line) not in installed and "==" not in line

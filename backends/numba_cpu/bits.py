@@ -12,6 +12,7 @@ closes over, because numba's cache looks only at the kernel's own file.
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,6 +21,8 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+
+from backends.numba_cpu.cache_folder import compiled
 
 SOURCE_DIGEST = zlib.crc32(Path(__file__).read_bytes())
 
@@ -72,13 +75,14 @@ if TYPE_CHECKING:
 
 else:
 
-    def jit(**options: object):  # noqa: ANN201 - typed above
+    def jit(*, cache: bool = False, **options: object):  # noqa: ANN201 - typed above
         """`numba.njit` with the flags that every kernel here has."""
-        return njit(fastmath=set(FASTMATH), nogil=True, error_model="numpy", **options)
+        return exact(cache=cache, fastmath=set(FASTMATH), **options)
 
-    def exact(**options: object):  # noqa: ANN201 - typed above
+    def exact(*, cache: bool = False, **options: object):  # noqa: ANN201 - typed above
         """`numba.njit` for functions whose roundings are part of the contract: no fast math."""
-        return njit(nogil=True, error_model="numpy", **options)
+        make = partial(njit, nogil=True, error_model="numpy", **options)
+        return partial(compiled, make, cache=cache)
 
     @intrinsic
     def widen(_context: object, bits: types.Type):  # noqa: ANN201 - typed above

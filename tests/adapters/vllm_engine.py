@@ -22,7 +22,6 @@ import time
 from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
-from types import FunctionType
 
 import kvcore
 
@@ -200,7 +199,7 @@ def serve(options):
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     print("RESULT", json.dumps({
         "manager": type(scheduler.kv_cache_manager).__module__.split(".")[0],
-        "compiled": not isinstance(kvcore.KVCacheManager.open, FunctionType),
+        "compiled": kvcore.build == "compiled",
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
         "different": len(set(map(tuple, tokens))),
         "tokens": sha256(json.dumps(tokens).encode()).hexdigest()[:12],

@@ -20,15 +20,9 @@ def header():
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
         "python": platform.python_version(),
         "kvcore": kvcore.__version__,
-        "build": build(),
+        "build": kvcore.build,
         "commit": _commit(),
     }
-
-
-def build():
-    """Return "python" where kvcore runs from source, "compiled" where it is an extension."""
-    source = getattr(sys.modules[kvcore.BlockPool.__module__], "__file__", None) or ""
-    return "python" if source.endswith((".py", ".pyc")) else "compiled"
 
 
 def _processor():

@@ -13,7 +13,6 @@ from tests.bench.allocator.peers import able
 from tests.bench.allocator.prompts import random_tokens
 from tests.bench.allocator.requests import BLOCK_SIZE
 from tests.bench.measure import Case, Round, Row, Spread, Subject, ran_ns
-from tests.bench.report import build
 
 _HOME = str(Path(kvcore.__file__).parent)
 _STEPS = {"step": "`decode_step`", "ahead": "an asynchronous step"}
@@ -152,7 +151,7 @@ def w15(subjects, *, quick):
             rounds=rounds,
             per=(256, "request-step"),
         )
-    if build() == "compiled":
+    if kvcore.build == "compiled":
         return
     count = 64
     for how, name in _STEPS.items():
