@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from kvcore.inspect.invariants import PROPERTIES, check
     from kvcore.inspect.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 build: Final[Literal["compiled", "python"]] = (
     "python" if isinstance(KVCacheManager.open, FunctionType) else "compiled"
