@@ -27,6 +27,7 @@ if has_triton:
     hopper_prefill = importlib.import_module("backends.triton_gpu.hopper.prefill")
     launch = importlib.import_module("backends.triton_gpu.shared.launch")
     place_module = importlib.import_module("backends.triton_gpu.shared.place")
+    driver = importlib.import_module("triton.backends.nvidia.driver")
     Place = place_module.Place
     gpus = importlib.import_module("tests.backends.gpus")
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
@@ -308,33 +309,47 @@ def test_what_the_copy_engine_is_told_is_made_once_for_each_address(monkeypatch)
     assert len(box.kept) <= launch.MOST_KEPT
 
 
+def launcher_of_triton(signature, kinds, launch_compiled):
+    """Triton's own launcher, as its constructor leaves it, around a stand-in for the driver's."""
+    made = object.__new__(driver.CudaLauncher)
+    made.num_ctas, made.launch_cooperative_grid, made.launch_pdl = 1, False, True
+    made.global_scratch_size = made.profile_scratch_size = 0
+    made.global_scratch_align = made.profile_scratch_align = 1
+    made.arg_annotations, made.kernel_signature = ["annotations"], b"signature"  # 3.7
+    made.launch = driver.wrap_handle_tensordesc(launch_compiled, signature, kinds)
+    return made
+
+
 @needs_triton
-def test_the_short_way_to_launch_is_taken_where_the_launcher_is_known(monkeypatch):
-    def compiled_launch(*_):
-        pass
+@pytest.mark.parametrize("num_boxes", [0, 1, 2])
+def test_the_short_way_to_launch_passes_what_the_installed_triton_does(monkeypatch, num_boxes):
+    """Both ways are called; fails for a Triton whose launcher is not known, where it is dead."""
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda box, kind: [("made", box, kind), 64])
+    calls = []
+    boxes = [f"box {index}" for index in range(num_boxes)]
+    kinds = [f"kind {index}" for index in range(num_boxes)]
+    signature = dict(enumerate([*["tensordesc<bf16[4,64]>"] * num_boxes, "*bf16", "i32"]))
+    run = launcher_of_triton(signature, kinds, partial(lambda *given: calls.append(given)))
+    kernel = SimpleNamespace(run=run, function=5, packed_metadata=(4, 1, 0))
+    run(3, 2, 1, 77, 5, (4, 1, 0), None, None, None, *boxes, 4096, 12)
+    short = launch.shorten(kernel)
+    assert short.kinds == tuple(kinds)
+    made = [part for pair in zip(boxes, kinds, strict=True) for part in [("made", *pair), 64]]
+    short.run((3, 2, 1), 77, (*made, 4096, 12))
+    as_lists = [[list(a) if isinstance(a, tuple | list) else a for a in each] for each in calls]
+    assert as_lists[0] == as_lists[1]
 
-    def wrap(launcher, tensordesc_meta):  # as Triton does for boxes
-        def inner(*arguments):
-            return launcher(*arguments, tensordesc_meta)
 
-        return inner
-
-    plain = SimpleNamespace(
-        launch=torch.empty, launch_cooperative_grid=False, launch_pdl=True,
-        global_scratch_size=0, profile_scratch_size=0,
-    )  # fmt: skip
-    boxed = SimpleNamespace(**{**vars(plain), "launch": wrap(compiled_launch, ["a", "b"])})
-    kernels = [
-        SimpleNamespace(run=r, function=5, packed_metadata=(4, 1, 0)) for r in (plain, boxed)
-    ]
-    monkeypatch.setattr(launch, "_known_format", "of another Triton")
-    assert launch.shorten(kernels[0]) is None
-    monkeypatch.setattr(launch, "_known_format", launch.KNOWN_FORMAT)
-    head = (5, False, True, None, None, (4, 1, 0), None, None, None)
-    assert launch.shorten(kernels[0]) == (torch.empty, head, ())
-    assert launch.shorten(kernels[1]) == (compiled_launch, head, ("a", "b"))
-    plain.global_scratch_size = 16
-    assert launch.shorten(kernels[0]) is None
+@needs_triton
+def test_the_long_way_to_launch_is_taken_with_scratch_memory_or_an_unknown_triton(monkeypatch):
+    run = launcher_of_triton({0: "i32"}, [], torch.empty)
+    kernel = SimpleNamespace(run=run, function=5, packed_metadata=(4, 1, 0))
+    assert launch.shorten(kernel) is not None
+    run.global_scratch_size = 16
+    assert launch.shorten(kernel) is None
+    run.global_scratch_size = 0
+    monkeypatch.setattr(launch, "_minor", "4.0")
+    assert launch.shorten(kernel) is None
 
 
 @needs_triton

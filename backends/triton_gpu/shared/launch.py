@@ -29,7 +29,6 @@ from typing import NamedTuple, Protocol, cast
 import torch
 import triton
 from torch import Tensor
-from triton.backends.nvidia import driver
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental import gluon
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -40,10 +39,11 @@ from backends.triton_gpu.shared.place import Kernel, Place
 Number = int | float
 MOST_KEPT = 256
 """Addresses of one tensor that the copy engine's description is kept for."""
-KNOWN_FORMAT = "iiiKKppOOOOOO"
-"""What the compiled launchers of Triton 3.6 take before a kernel's own arguments."""
+KNOWN = ("3.6", "3.7")
+"""The minor versions of Triton whose launcher `shorten` knows. For another, kernels are launched
+through Triton's own Python, which is right and takes longer; a test fails for it."""
 _address = Tensor.data_ptr
-_known_format = getattr(driver, "_BASE_ARGS_FORMAT", None)
+_minor = ".".join(triton.__version__.split(".")[:2])
 
 
 class Run(Protocol):
@@ -54,6 +54,9 @@ class Run(Protocol):
     launch_pdl: bool
     global_scratch_size: int
     profile_scratch_size: int
+    arg_annotations: object
+    """Since Triton 3.7; likewise the next."""
+    kernel_signature: object
 
     def __call__(self, *args: object) -> None:
         """Launch."""
@@ -136,26 +139,37 @@ class Short(NamedTuple):
     head: tuple[object, ...]
     kinds: tuple[object, ...]
     """Of the boxes."""
+    is_packed: bool
+    """True if a kernel's own arguments are one tuple."""
+
+    def run(
+        self, grid: tuple[int, int, int], stream: object, arguments: tuple[object, ...]
+    ) -> None:
+        """Launch the kernel with its own arguments, the boxes' first."""
+        own = (arguments,) if self.is_packed else arguments
+        self.launch(*grid, stream, *self.head, *own)
 
 
 def shorten(compiled: Compiled) -> Short | None:
-    """Past all Python of Triton's own, where this is the Triton whose launcher is known.
+    """Return the way past Triton's Python, or None if the launcher is not one that is known.
 
     `CudaLauncher` makes closures and asks for scratch memory at each launch, and has the driver
-    describe each tensor of boxes anew.
+    describe each tensor of boxes anew. Since 3.7 one compiled function launches every kernel, and
+    takes a description of the arguments.
     """
     run = compiled.run
-    if _known_format != KNOWN_FORMAT or run.global_scratch_size or run.profile_scratch_size:
+    if _minor not in KNOWN or run.global_scratch_size or run.profile_scratch_size:
         return None
     launch, kinds = run.launch, ()
     if inspect.isfunction(launch):  # around the compiled one, for boxes
         inside = inspect.getclosurevars(launch).nonlocals
         launch, kinds = inside["launcher"], tuple(inside["tensordesc_meta"])
-    head = (
-        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
-        compiled.packed_metadata, None, None, None,
-    )  # fmt: skip
-    return Short(launch, head, kinds)
+    start = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    hooks, scratch = (compiled.packed_metadata, None, None, None), (None, None)
+    if _minor == "3.6":
+        return Short(launch, (*start, *scratch, *hooks), kinds, is_packed=False)
+    described = (run.arg_annotations, run.kernel_signature)
+    return Short(launch, (*start, *hooks, *scratch, *described), kinds, is_packed=True)
 
 
 class Variant:
@@ -212,10 +226,8 @@ class Variant:
             kinds = iter(short.kinds)
             for box, tensor in zip(boxes, boxed, strict=True):
                 boxed_arguments += (None,) if box is None else box.arguments(tensor, next(kinds))
-        short.launch(
-            *grid, self._place.stream(self._index), *short.head,
-            *boxed_arguments, *addresses, *numbers, *self._constants,
-        )  # fmt: skip
+        arguments = (*boxed_arguments, *addresses, *numbers, *self._constants)
+        short.run(grid, self._place.stream(self._index), arguments)
 
     def _launch(
         self,
