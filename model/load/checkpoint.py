@@ -115,6 +115,10 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
                 _check_generation(path, content)
             elif name == _TOKENIZER:
                 _check_merges(path, content)
+            elif not isinstance(kind := content.get("tokenizer_class", ""), str | None):
+                raise ModelNotFoundError(
+                    f"model: {path}: tokenizer_class: wanted the name of one, got {shown(kind)}"
+                )
     stored: dict[str, StoredTensor] = {}
     for name in _weight_files(folder):
         stored |= _header(folder / name)
