@@ -71,13 +71,15 @@ from model.load.images import (
     load_images,
 )
 from model.load.quantised import (
+    UNUSED_SCALES,
     Format,
+    add_modelopt,
     check_scales,
     choose_dequantised,
     find_format,
     finish,
     freeing_at_once,
-    padding_blocks,
+    reading_scales,
 )
 from model.load.text import TextStream
 from model.ranks.parallel import Cut, Sums, check_cut, shard_network
@@ -400,6 +402,8 @@ def _load_config(source: _Source) -> PreTrainedConfig:
                 f"neither cached here nor available: {reason(error)}"
             ) from error
         raise UnsupportedModelError(f"model: {source.name!r}: {reason(error)}") from error
+    if source.is_folder:
+        add_modelopt(config, source.path("hf_quant_config.json"))
     return config
 
 
@@ -468,7 +472,7 @@ def _check_network(
         return {}, []
     stored = check_files(Path(source.name))
     if found is not None:  # its package knows names and shapes
-        check_scales(path, stored)
+        check_scales(path, config, stored)
         return {}, []
     return stored, check_stored(path, stored, network)
 
@@ -511,11 +515,11 @@ def _load_network(
     found: Format | None,
 ) -> PreTrainedModel:
     if found is not None:
-        with freeing_at_once(), padding_blocks():
+        with freeing_at_once(), reading_scales(config):
             settings = choose_dequantised(config, found)
-            network = _read_network(source, config, dtype, stored, shapes, settings)
+            network = _read_network(source, config, dtype, stored, shapes, settings, UNUSED_SCALES)
             return finish(network, found, dtype, device)
-    return _read_network(source, config, dtype, stored, shapes, {})
+    return _read_network(source, config, dtype, stored, shapes, {}, None)
 
 
 def _read_network(
@@ -525,6 +529,7 @@ def _read_network(
     stored: Mapping[str, StoredTensor],
     shapes: Sequence[str],
     settings: Mapping[str, object],
+    unused: re.Pattern[str] | None,
 ) -> PreTrainedModel:
     try:
         loaded: tuple[PreTrainedModel, _LoadingInfo] = auto_class(config).from_pretrained(  # type: ignore[assignment]
@@ -540,7 +545,7 @@ def _read_network(
         why = "; ".join(shapes[:_NAMED_SHAPES]) or reason(error)
         raise ModelNotFoundError(f"model: {source.name!r} does not load: {why}") from error
     network, info = loaded
-    check_loaded(source.name, info, stored)
+    check_loaded(source.name, info, stored, unused)
     return network
 
 
