@@ -286,8 +286,8 @@ def _check_fp8(path: Path, config: PreTrainedConfig, stored: Mapping[str, Stored
         grid = stored[scales].shape
         if len(grid) == 2:
             fits = not any(length % count for length, count in zip(tensor.shape, grid, strict=True))
-            cut = isinstance(sizes, list) and len(sizes) == 2
-            fits = fits or (cut and _spanned(grid, sizes) == _padded(tensor.shape, sizes))
+            if isinstance(sizes, list) and len(sizes) == 2:
+                fits = fits or _spanned(grid, sizes) == _padded(tensor.shape, sizes)
         else:
             count, rows = stored[scales].num_elements, tensor.shape[0]
             has_parts = base.endswith(("qkv_proj", "gate_up_proj"))
