@@ -15,9 +15,8 @@ import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from model.cli.bars import bar
 from model.cli.options import ModelOptions
@@ -30,6 +29,7 @@ from model.control.settings import check_settings
 from model.control.submission import Prompt, Submission, salted
 from model.engine import Engine
 from model.errors import InvalidArgumentError, shown
+from model.load.loader import load_codec
 
 _ALIASES = {"enforce_eager": "eager", "gpu_memory_utilization": "kv_memory_fraction"}
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(EngineConfig))
@@ -223,12 +223,8 @@ class LLM:
         return _Read(*self.engine.model.images.encode(text, images, self.engine.config), text)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, of Transformers. Reads its files."""
-        name, options = Path(self.engine.model.name), {}
-        if name.suffix == ".gguf" and name.is_file():
-            name, options = name.parent, {"gguf_file": name.name}
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(name), **options)
-        return tokenizer
+        """Return the model's tokenizer, of Transformers, made anew. Reads its files."""
+        return load_codec(self.engine.model.name).tokenizer
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
         if request.params.prompt_logprobs is None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 import kvcore
 from backends import AttentionTerms, Backend, KVCache, PagedBatch, get_backend
 from model.errors import InvalidArgumentError, UnsupportedModelError
+from model.load.loader import load_codec
 from model.tiny import CHECKPOINT_DIR
 
 
@@ -288,12 +289,11 @@ def main() -> None:
     options = parser.parse_args()
     backend = get_backend(options.backend)
     model = AutoModelForCausalLM.from_pretrained(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    prompts = [tokenizer.encode(prompt) for prompt in options.prompts]
-    requests = [Request(prompt, options.max_tokens) for prompt in prompts]
+    codec = load_codec(str(options.model))
+    requests = [Request(codec.encode(prompt), options.max_tokens) for prompt in options.prompts]
     outputs = Engine(model, backend, num_draft_tokens=options.draft_tokens).generate(requests)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        print(repr(tokenizer.decode(prompt + output)))
+    for request, output in zip(requests, outputs, strict=True):
+        print(repr(codec.decode(request.prompt_tokens + output, skip_special_tokens=False)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from model.cli.report import document, measure, table
 from model.cli.signals import StopRequest, stopping
 from model.cli.start import input_errors, start, warm_up
 from model.cli.step_table import StepStats, step_table, summarize_steps
-from model.cli.verify import Mismatch, find_mismatch
+from model.cli.verify import Mismatch, compare
 from model.cli.writer import StreamWriter, show
 from model.control.config import EngineConfig
 from model.control.images import PromptImages
@@ -204,7 +204,7 @@ def _follow(model: LoadedModel, engine: TwinEngine) -> int:
         requests: list[Request] = []
         if engine.follow(requests.extend):  # it is verified
             for index, request in enumerate(requests):
-                find_mismatch(model, index, request, engine.network.adapters)
+                compare(model, index, request, engine.network.adapters)
             if model.ranks is not None:
                 model.ranks.disarm()
     return 0
@@ -341,9 +341,12 @@ def _compared(
     """Name the first difference of each request."""
     mismatches = []
     for index, request in enumerate(requests):
-        mismatch = find_mismatch(model, index, request, adapters)
+        found = compare(model, index, request, adapters)
         if asked:
             return None
+        if found.note:
+            say(f"request {index + 1}: {found.note}")
+        mismatch = found.mismatch
         if mismatch is not None:
             mismatches.append(mismatch)
             paged, dense = (

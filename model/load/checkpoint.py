@@ -13,6 +13,7 @@ Does not know: architectures, where a folder came from, devices.
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -115,6 +116,10 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
                 _check_generation(path, content)
             elif name == _TOKENIZER:
                 _check_merges(path, content)
+            elif not isinstance(kind := content.get("tokenizer_class", ""), str | None):
+                raise ModelNotFoundError(
+                    f"model: {path}: tokenizer_class: wanted the name of one, got {shown(kind)}"
+                )
     stored: dict[str, StoredTensor] = {}
     for name in _weight_files(folder):
         stored |= _header(folder / name)
@@ -181,7 +186,10 @@ def _check_single(config: Path, stored: Mapping[str, StoredTensor], prefix: str)
 
 
 def check_loaded(
-    name: str, info: Mapping[str, Collection[object]], stored: Mapping[str, StoredTensor]
+    name: str,
+    info: Mapping[str, Collection[object]],
+    stored: Mapping[str, StoredTensor],
+    unused: re.Pattern[str] | None = None,
 ) -> None:
     """Refuse a network that is not exactly what its checkpoint holds. O(tensors).
 
@@ -191,6 +199,7 @@ def check_loaded(
         name: of the model.
         info: Transformers' `output_loading_info`, without tied weights and optional ones.
         stored: its tensors, as far as known.
+        unused: the names of tensors that need not be in the network.
 
     Raises:
         ModelNotFoundError: tensors are missing, unexpected or of another shape; they are named.
@@ -198,6 +207,8 @@ def check_loaded(
     faults = []
     missing, unexpected = _names(info["missing_keys"]), _names(info["unexpected_keys"])
     unexpected = [key for key in unexpected if not _is_mask(key, stored.get(key))]
+    if unused is not None:
+        unexpected = [key for key in unexpected if not unused.search(key)]
     if missing:
         faults.append(f"{_counted(missing)} missing")
     if unexpected:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -34,8 +35,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TokenizersBackend,
 )
 from transformers import __version__ as transformers_version
+from transformers.utils.hub import has_file
 
 from model.control.params import SamplingParams
 from model.errors import (
@@ -68,13 +71,15 @@ from model.load.images import (
     load_images,
 )
 from model.load.quantised import (
+    UNUSED_SCALES,
     Format,
+    add_modelopt,
     check_scales,
     choose_dequantised,
     find_format,
     finish,
     freeing_at_once,
-    padding_blocks,
+    reading_scales,
 )
 from model.load.text import TextStream
 from model.ranks.parallel import Cut, Sums, check_cut, shard_network
@@ -83,6 +88,7 @@ from model.ranks.ranks import Ranks
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_TIMEOUT_S = 5.0
 _SAMPLE_TEXT = "a text"
+_TOKENIZER = "tokenizer.json"
 _LAYERS = re.compile(r"(^|_)layers?$")  # num_hidden_layers, n_layer
 _MAX_LAYERS = 10_000
 _MAX_POSITIONS = 2**31 - 1  # a batch numbers them in int32
@@ -212,7 +218,7 @@ def _vocabulary(codec: TextCodec) -> Mapping[int, str]:
     return {token: word for word, token in Tokenizer.from_str(described).get_vocab().items()}
 
 
-def load_codec(name: str) -> TextCodec:
+def load_codec(name: str) -> HuggingFaceCodec:
     """The tokenizer of a model alone. Reads a few files.
 
     Args:
@@ -289,6 +295,10 @@ class _Source:
 
     def path(self, file: str) -> Path:
         return Path(self.name) / file
+
+    def has(self, file: str) -> bool:
+        """Return True if the folder or the repository has this file."""
+        return bool(has_file(self.name, file, local_files_only=self.is_local))
 
 
 def _resolve(name: str) -> _Source:
@@ -392,6 +402,8 @@ def _load_config(source: _Source) -> PreTrainedConfig:
                 f"neither cached here nor available: {reason(error)}"
             ) from error
         raise UnsupportedModelError(f"model: {source.name!r}: {reason(error)}") from error
+    if source.is_folder:
+        add_modelopt(config, source.path("hf_quant_config.json"))
     return config
 
 
@@ -460,7 +472,7 @@ def _check_network(
         return {}, []
     stored = check_files(Path(source.name))
     if found is not None:  # its package knows names and shapes
-        check_scales(path, stored)
+        check_scales(path, config, stored)
         return {}, []
     return stored, check_stored(path, stored, network)
 
@@ -503,11 +515,11 @@ def _load_network(
     found: Format | None,
 ) -> PreTrainedModel:
     if found is not None:
-        with freeing_at_once(), padding_blocks():
+        with freeing_at_once(), reading_scales(config):
             settings = choose_dequantised(config, found)
-            network = _read_network(source, config, dtype, stored, shapes, settings)
+            network = _read_network(source, config, dtype, stored, shapes, settings, UNUSED_SCALES)
             return finish(network, found, dtype, device)
-    return _read_network(source, config, dtype, stored, shapes, {})
+    return _read_network(source, config, dtype, stored, shapes, {}, None)
 
 
 def _read_network(
@@ -517,6 +529,7 @@ def _read_network(
     stored: Mapping[str, StoredTensor],
     shapes: Sequence[str],
     settings: Mapping[str, object],
+    unused: re.Pattern[str] | None,
 ) -> PreTrainedModel:
     try:
         loaded: tuple[PreTrainedModel, _LoadingInfo] = auto_class(config).from_pretrained(  # type: ignore[assignment]
@@ -532,7 +545,7 @@ def _read_network(
         why = "; ".join(shapes[:_NAMED_SHAPES]) or reason(error)
         raise ModelNotFoundError(f"model: {source.name!r} does not load: {why}") from error
     network, info = loaded
-    check_loaded(source.name, info, stored)
+    check_loaded(source.name, info, stored, unused)
     return network
 
 
@@ -541,9 +554,7 @@ def _load_codec(source: _Source, config: PreTrainedConfig) -> HuggingFaceCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
         with NO_PANIC:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                source.name, **source.options
-            )
+            tokenizer = _read_tokenizer(source)
         codec = HuggingFaceCodec(tokenizer, config.model_type, _max_positions(config))
         tokens = codec.encode(_SAMPLE_TEXT)
         codec.decode(tokens)
@@ -552,3 +563,37 @@ def _load_codec(source: _Source, config: PreTrainedConfig) -> HuggingFaceCodec:
     if not tokens:  # Transformers makes an empty one if there are no files
         raise ModelNotFoundError(f"{what} gives no tokens for {_SAMPLE_TEXT!r}: is its file there?")
     return codec
+
+
+def _read_tokenizer(source: _Source) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that tokenizer.json describes, or the named class's without that file.
+
+    Many classes take only the vocabulary from tokenizer.json and replace its pre-tokenizer,
+    normalizer and decoder by those of their own family, which gives other tokens
+    (https://github.com/huggingface/transformers/issues/45920).
+    """
+    tokenizer: PreTrainedTokenizerBase
+    if source.gguf is not None or not source.has(_TOKENIZER) or _is_tekken(source):
+        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
+        return tokenizer
+    tokenizer = TokenizersBackend.from_pretrained(source.name, **source.options)
+    if tokenizer.eos_token is None:
+        _name_special_tokens(tokenizer, source)
+    return tokenizer
+
+
+def _is_tekken(source: _Source) -> bool:
+    """Return True if Mistral's package is there to read its file, the source of tokenizer.json."""
+    return find_spec("mistral_common") is not None and source.has("tekken.json")
+
+
+def _name_special_tokens(tokenizer: PreTrainedTokenizerBase, source: _Source) -> None:
+    """Take the names of special tokens from the class; older checkpoints leave them to it."""
+    try:
+        named = AutoTokenizer.from_pretrained(source.name, **source.options).special_tokens_map
+    except Exception:  # noqa: BLE001  # the class cannot read the file, so its names mean nothing
+        return
+    known = tokenizer.get_vocab()
+    for name, token in named.items():
+        if str(token) in known and getattr(tokenizer, name, None) is None:
+            setattr(tokenizer, name, str(token))

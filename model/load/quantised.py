@@ -2,7 +2,8 @@
 
 Transformers' quantizers, and the packages that they call, read every format. Where a package's
 layers give a token the same result alone and in a batch, they stay as they are; elsewhere weights
-are dequantised, and the network is an ordinary one from then on.
+are dequantised, and the network is an ordinary one from then on: its activations and its KV cache
+are not rounded, and the scales that a checkpoint has for them are not used.
 
 Decides: from `quantization_config` in config.json, or from the end of a file's name, which format a
 checkpoint has, and whether it stays quantised.
@@ -14,8 +15,9 @@ Does not know: requests, caches, backends.
 """
 
 import ctypes
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,7 +29,7 @@ from transformers import GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from model.errors import ModelNotFoundError, UnsupportedModelError, shown
-from model.load.checkpoint import StoredTensor
+from model.load.checkpoint import StoredTensor, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,16 @@ def freeing_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def padding_blocks() -> Iterator[None]:
-    """Transformers reads matrices in here whose last FP8 blocks are cut by the edge.
+def reading_scales(config: PreTrainedConfig) -> Iterator[None]:
+    """Transformers reads FP8 matrices in here whose scales are not a grid that divides them.
 
-    DeepSeek V3 has one in each layer: 576 rows in blocks of 128. Transformers divides rows by
-    scales to find the size of a block, so it would refuse them, or take wrong scales.
+    It knows only such grids. A checkpoint may have a scale for the whole matrix, for each row, or
+    for each part of a fused matrix. DeepSeek V3 has 576 rows in blocks of 128 in each layer, so the
+    edge cuts the last blocks: Transformers divides rows by scales to find the size of a block, and
+    would refuse them, or take wrong scales.
+
+    Args:
+        config: of the network.
     """
     original = Fp8Dequantize._dequantize_one  # noqa: SLF001
 
@@ -85,9 +92,14 @@ def padding_blocks() -> Iterator[None]:
         output_dtype: torch.dtype | None = None,
     ) -> Tensor:
         sizes = self.hf_quantizer.quantization_config.weight_block_size or (1, 1)
-        shape, grid = quantized.shape[-2:], scales.shape[-2:]
-        whole = [-(-length // size) * size for length, size in zip(shape, sizes, strict=True)]
-        is_cut = [*shape] != whole and [n * s for n, s in zip(grid, sizes, strict=False)] == whole
+        shape = quantized.shape[-2:]
+        if scales.numel() == 1:
+            scales = scales.reshape(1, 1)
+        elif scales.ndim == 1 and (counts := _rows_of_scales(len(scales), shape[0], config)):
+            repeats = torch.tensor(counts, device=scales.device)
+            scales = scales.repeat_interleave(repeats)[:, None]
+        whole = _padded(shape, sizes)
+        is_cut = [*shape] != whole and _spanned(scales.shape[-2:], sizes) == whole
         if is_cut:
             padded = quantized.new_zeros(whole)
             padded[: shape[0], : shape[1]] = quantized
@@ -102,10 +114,35 @@ def padding_blocks() -> Iterator[None]:
         Fp8Dequantize._dequantize_one = original  # type: ignore[method-assign]  # noqa: SLF001
 
 
+def _padded(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """A shape that holds whole blocks."""
+    return [-(-length // size) * size for length, size in zip(shape, sizes, strict=True)]
+
+
+def _spanned(grid: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The shape that the blocks of a grid of scales fill."""
+    return [count * size for count, size in zip(grid, sizes, strict=True)]
+
+
+def _rows_of_scales(num_scales: int, num_rows: int, config: PreTrainedConfig) -> list[int]:
+    """The rows of each of a list of scales; empty if such a list has no known meaning."""
+    if num_scales == num_rows:
+        return [1] * num_rows
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0)
+    pairs = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, heads)
+    qkv, halves = [heads * size, pairs * size, pairs * size], [num_rows // 2] * 2
+    fused = [counts for counts in (qkv, halves) if len(counts) == num_scales]
+    return next((counts for counts in fused if sum(counts) == num_rows), [])
+
+
 _INT8 = "bitsandbytes int8"
 _BITSANDBYTES = ("accelerate", "bitsandbytes")
 FORMATS = {
-    "fp8": Format("FP8 in blocks (DeepSeek V3, Qwen3)", ("accelerate",)),
+    "fp8": Format("FP8 (DeepSeek V3, Qwen3, AutoFP8)", ("accelerate",)),
+    "fbgemm_fp8": Format("FP8 of FBGEMM (Llama 3.1 405B)", ("accelerate",)),
+    "modelopt": Format("FP8 of ModelOpt", ("accelerate",)),
     "mxfp4": Format("MXFP4 (GPT-OSS)", ("accelerate",)),
     "compressed-tensors": Format(
         "compressed-tensors (w8a8, w4a16, FP8, NVFP4)", ("accelerate", "compressed-tensors")
@@ -119,6 +156,15 @@ FORMATS = {
     "gguf": Format("GGUF (Q8_0, Q4_K and others)", ("accelerate", "gguf")),
 }
 """By `quant_method`; bitsandbytes has one name for two formats."""
+_FP8 = ("fp8", "fbgemm_fp8", "modelopt")  # one layout, three descriptions of it
+_ALLOWED = {  # values of fields that say how FP8 weights are stored, and activations rounded
+    "fp8": ("activation_scheme", ("dynamic", "static", None)),
+    "modelopt": ("quant_algo", ("FP8",)),
+}
+UNUSED_SCALES = re.compile(
+    r"\.(input|act|activation|output|prob|[qkv]|kv)_(global_)?(scale|zero_point)(_ub)?$"
+)
+"""The names of scales of activations and of KV caches, which are not rounded here."""
 
 
 def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) -> Format | None:
@@ -142,6 +188,13 @@ def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) 
             f"{where}: quantization_config: quant_method: wanted one of {known}, got "
             f"{shown(method)}"
         )
+    field, allowed = _ALLOWED.get(method, ("", (None,)))
+    value = (_settings(config) or {}).get(field)
+    if value not in allowed:
+        raise UnsupportedModelError(
+            f"{where}: quantization_config: {field}: wanted "
+            f"{' or '.join(filter(None, allowed))}, got {shown(value)}"
+        )
     missing = [name for name in found.packages if find_spec(name.replace("-", "_")) is None]
     if missing:
         raise UnsupportedModelError(
@@ -151,10 +204,34 @@ def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) 
     return found
 
 
+def add_modelopt(config: PreTrainedConfig, path: Path) -> None:
+    """Add the settings of ModelOpt's first checkpoints, which have a file of their own. O(1).
+
+    Args:
+        config: of the checkpoint; its `quantization_config` is set if it has none.
+        path: of the file, which need not exist.
+
+    Raises:
+        ModelNotFoundError: the file is broken.
+    """
+    if _settings(config) is None and path.is_file():
+        found = read_object(path).get("quantization")
+        if not isinstance(found, dict):
+            raise ModelNotFoundError(
+                f"model: {path}: quantization: wanted an object, got {shown(found)}"
+            )
+        config.quantization_config = {"quant_method": "modelopt"} | found
+
+
+def _settings(config: PreTrainedConfig) -> Mapping[str, object] | None:
+    found: Mapping[str, object] | None = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(), "quantization_config", None)
+    return found
+
+
 def _method(config: PreTrainedConfig) -> str | None:
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        settings = getattr(config.get_text_config(), "quantization_config", None)
+    settings = _settings(config)
     if settings is None:
         return None
     # bitsandbytes wrote no method in its first years.
@@ -172,25 +249,59 @@ _SCALES = (  # the end of a quantised tensor's name, and the ends of which one h
 _UNSCALED = ("F64", "F32", "F16", "BF16")
 
 
-def check_scales(config: Path, stored: Mapping[str, StoredTensor]) -> None:
+def check_scales(path: Path, config: PreTrainedConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Refuse quantised tensors without scales, which Transformers takes as they are. O(tensors).
 
     Args:
-        config: the file that describes the network.
+        path: the file that describes the network.
+        config: what it says.
         stored: from `check_files`.
 
     Raises:
         ModelNotFoundError: with the name of the tensor.
+        UnsupportedModelError: the scales of an FP8 matrix have an unknown shape.
     """
+    if _method(config) in _FP8:
+        _check_fp8(path, config, stored)
     for name, tensor in stored.items():
         for end, others in _SCALES:
             base = name.removesuffix(end)
             is_quantised = base != name and tensor.dtype not in _UNSCALED
             if is_quantised and not any(base + other in stored for other in others):
                 raise ModelNotFoundError(
-                    f"model: {config.with_name(tensor.file)}: {name} is {tensor.dtype}, and its "
+                    f"model: {path.with_name(tensor.file)}: {name} is {tensor.dtype}, and its "
                     f"scales, {' or '.join(base + other for other in others)}, are missing"
                 )
+
+
+def _check_fp8(path: Path, config: PreTrainedConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse scales that divide no FP8 matrix into rows, parts or blocks."""
+    sizes = (_settings(config) or {}).get("weight_block_size")
+    for name, tensor in stored.items():
+        base = name.removesuffix(".weight")
+        ends = (end for end in (".weight_scale", ".weight_scale_inv") if base + end in stored)
+        scales = next((base + end for end in ends), None)
+        if base == name or scales is None or len(tensor.shape) != 2:
+            continue
+        grid = stored[scales].shape
+        if len(grid) == 2:
+            fits = not any(length % count for length, count in zip(tensor.shape, grid, strict=True))
+            if isinstance(sizes, list) and len(sizes) == 2:
+                fits = fits or _spanned(grid, sizes) == _padded(tensor.shape, sizes)
+        else:
+            count, rows = stored[scales].num_elements, tensor.shape[0]
+            has_parts = base.endswith(("qkv_proj", "gate_up_proj"))
+            fits = count == 1 or (
+                grid == (count,)
+                and (count == rows or has_parts)
+                and bool(_rows_of_scales(count, rows, config))
+            )
+        if not fits:
+            raise UnsupportedModelError(
+                f"model: {path.with_name(tensor.file)}: {scales}: wanted a scale for the matrix, "
+                f"for each row, for each part, or for each block of weight_block_size, got the "
+                f"shape {list(grid)} for {list(tensor.shape)}"
+            )
 
 
 def choose_dequantised(config: PreTrainedConfig, found: Format) -> dict[str, object]:
@@ -206,9 +317,13 @@ def choose_dequantised(config: PreTrainedConfig, found: Format) -> dict[str, obj
     if found.name == FORMATS["gguf"].name:
         return {"quantization_config": GgufConfig(dequantize=True)}
     settings = getattr(config, "quantization_config", None)
+    is_fp8 = _method(config) in _FP8
     if isinstance(settings, dict) and found.packages != _BITSANDBYTES and not found.stays:
+        if settings.get("quant_method") in _FP8[1:]:
+            settings = config.quantization_config = {"quant_method": "fp8"}
         settings["dequantize"] = True
-    return {}
+    # Transformers knows FP8 scales by the name that DeepSeek gave them.
+    return {"key_mapping": {r"\.weight_scale$": ".weight_scale_inv"}} if is_fp8 else {}
 
 
 def finish(

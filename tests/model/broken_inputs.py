@@ -312,6 +312,11 @@ FILES = (
             {"cache_implementation": "x"},
         )
     ),
+    Broken(
+        "tokenizer_config.json: tokenizer_class is 3",
+        "tokenizer_class: wanted the name of one, got 3",
+        field("tokenizer_config.json", "tokenizer_class", 3),
+    ),
     *(
         Broken(
             f"tokenizer_config.json: {key} is {value}",
@@ -319,8 +324,6 @@ FILES = (
             field("tokenizer_config.json", key, value),
         )
         for key, value in (
-            ("tokenizer_class", 3),
-            ("tokenizer_class", "BertTokenizer"),
             ("model_max_length", "x"),
             ("eos_token", 3),
             ("added_tokens_decoder", []),

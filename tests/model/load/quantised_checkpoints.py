@@ -65,6 +65,60 @@ def pack_fp8(name: str, weight: Tensor, size: int) -> dict[str, Tensor]:
     return {f"{name}.weight": stored, f"{name}.weight_scale_inv": scale}
 
 
+def pack_fp8_rows(
+    name: str, weight: Tensor, counts: tuple[int, ...] = (), **others: float
+) -> dict[str, Tensor]:
+    """A matrix in FP8 with a scale for each of its parts, and what else stands beside it.
+
+    Args:
+        name: of the layer.
+        weight: the matrix.
+        counts: the rows of each part; empty: one scale without a dimension for all.
+        others: tensors of one number, such as the scale of the activations.
+    """
+    parts = weight.split(counts) if counts else (weight,)
+    scales = torch.stack([part.abs().max() / 448 for part in parts])
+    rows = [part / scale for part, scale in zip(parts, scales, strict=True)]
+    stored = {
+        f"{name}.weight": torch.cat(rows).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale": scales if counts else scales[0],
+    }
+    return stored | {f"{name}.{other}": torch.tensor(value) for other, value in others.items()}
+
+
+def _auto_fp8(
+    scheme: str, *, by_row: bool = False, others: tuple[str, ...] = (), **settings: Any
+) -> Callable[[Path], None]:
+    """FP8 without blocks, as AutoFP8, FBGEMM and ModelOpt write it."""
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        given = dict.fromkeys(others, 0.03)
+        if name.endswith("k_proj"):
+            given |= {"k_scale": 0.5, "output_scale": 0.5}
+        found = pack_fp8_rows(name, weight, (1,) * len(weight) if by_row else (), **given)
+        if by_row:
+            found[f"{name}.weight_scale"] = found[f"{name}.weight_scale"][:, None]
+        if name.endswith("v_proj"):
+            found[f"{name.removesuffix('.v_proj')}.v_scale"] = torch.tensor([0.5])
+        return found
+
+    given = {"quant_method": "fp8", "activation_scheme": scheme} | settings
+    return lambda folder: _rewrite(folder, given, pack)
+
+
+def _modelopt_file(folder: Path) -> None:
+    """ModelOpt's first files say nothing in config.json."""
+    _auto_fp8("static", others=("input_scale",))(folder)
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    del content["quantization_config"]
+    path.write_text(json.dumps(content))
+    found = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    producer = {"name": "modelopt", "version": "0.33"}
+    path = folder / "hf_quant_config.json"
+    path.write_text(json.dumps({"producer": producer, "quantization": found}))
+
+
 def _levels(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Integers of 4 bits around 8, [in, out], and a scale for each group of inputs."""
     groups = weight.T.unflatten(0, (-1, GROUP))
@@ -146,7 +200,12 @@ def _compressed(scheme: str, *, group: int | None = None) -> Callable[[Path], No
             if hasattr(module, "weight_global_scale"):  # NVFP4 scales its scales, of FP8
                 module.weight_global_scale.data.fill_(float(448 * 6 / weight.abs().max()))
                 scale = scale * module.weight_global_scale
+            if module.weight_scale.numel() == 1:
+                scale = scale.max()
             module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
+            for name in ("input_scale", "input_global_scale"):
+                if hasattr(module, name):
+                    getattr(module, name).data.fill_(0.03)
         compressor = compressors.ModelCompressor.from_pretrained_model(network)
         compressor.compress_model(network)
         network.save_pretrained(folder)
@@ -270,6 +329,20 @@ def _blocks(gguf: Any, weight: Any, stored: Any) -> Any:
 
 KINDS: dict[str, Callable[[Path], Path | None]] = {
     "FP8 blocks": _fp8,
+    "FP8 static": _auto_fp8("static", others=("input_scale",), ignored_layers=["lm_head"]),
+    "FP8 dynamic": _auto_fp8("dynamic", modules_to_not_convert=["re:.*lm_head"]),
+    "FP8 rows": _auto_fp8("dynamic", by_row=True, weight_block_size=None),
+    "FP8 FBGEMM": _auto_fp8(
+        "dynamic", by_row=True, others=("input_scale_ub",), quant_method="fbgemm_fp8"
+    ),
+    "FP8 ModelOpt": _auto_fp8(
+        "static",
+        others=("input_scale",),
+        quant_method="modelopt",
+        quant_algo="FP8",
+        ignore=["lm_head"],
+    ),
+    "FP8 ModelOpt file": _modelopt_file,
     "MXFP4": _mxfp4,
     "GPTQ": _gptq,
     "AWQ": _awq,
@@ -280,7 +353,9 @@ KINDS: dict[str, Callable[[Path], Path | None]] = {
     "compressed-tensors w8a8": _compressed("W8A8"),
     "compressed-tensors w4a16": _compressed("W4A16", group=GROUP),
     "compressed-tensors fp8": _compressed("FP8_DYNAMIC"),
+    "compressed-tensors fp8 static": _compressed("FP8"),
     "compressed-tensors nvfp4": _compressed("NVFP4A16"),
+    "compressed-tensors nvfp4 static": _compressed("NVFP4"),
     "GGUF Q8_0": _gguf("Q8_0"),
     "GGUF Q4_K": _gguf("Q4_K"),
 }

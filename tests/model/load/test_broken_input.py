@@ -209,7 +209,7 @@ def test_a_signal_while_it_verifies_leaves_what_was_generated(checkpoint, capsys
         asked.number = signal.SIGTERM
 
     monkeypatch.setattr(session, "stopping", stopping)
-    monkeypatch.setattr(session, "find_mismatch", slow)
+    monkeypatch.setattr(session, "compare", slow)
     code = code_of("--model", str(checkpoint), *USUAL, *MANY, "--verify", "--json")
     out, err = capsys.readouterr()
     assert (code, err.splitlines()[-1]) == (143, "terminated: 6 of 6 texts are finished")

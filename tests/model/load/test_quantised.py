@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
 import backends
 from model import LLM, EngineConfig, ModelError, SamplingParams
@@ -16,19 +16,28 @@ from model.engine import Engine
 from model.load import quantised
 from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
+from tests.model.conftest import byte_tokenizer
 from tests.model.load import quantised_checkpoints
-from tests.model.load.quantised_checkpoints import KINDS, write
-from tests.model.networks import greedy_logits
+from tests.model.load.quantised_checkpoints import KINDS, pack_fp8_rows, write
+from tests.model.networks import CONFIGS, greedy_logits
 
 PROMPTS = ("A tuple is", "The method returns the index of", "A list")
 BOUNDS = {  # of the error of a weight, relative to the largest of its matrix
     "FP8 blocks": 0.04,
+    "FP8 static": 0.04,
+    "FP8 dynamic": 0.04,
+    "FP8 rows": 0.04,
+    "FP8 FBGEMM": 0.04,
+    "FP8 ModelOpt": 0.04,
+    "FP8 ModelOpt file": 0.04,
     "bitsandbytes nf4": 0.16,
     "bitsandbytes int8": 0.005,
     "compressed-tensors w8a8": 0.005,
     "compressed-tensors w4a16": 0.08,
     "compressed-tensors fp8": 0.04,
+    "compressed-tensors fp8 static": 0.04,
     "compressed-tensors nvfp4": 0.18,
+    "compressed-tensors nvfp4 static": 0.18,
 }
 CPU = torch.device("cpu")
 
@@ -47,7 +56,11 @@ def written(folder, kind):
     return write(folder / "checkpoint", kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# What becomes of FP8 without blocks is compared number by number; one kind runs.
+WHOLE_FP8 = [kind for kind in KINDS if kind.startswith("FP8") and kind != "FP8 blocks"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WHOLE_FP8[1:]])
 def test_a_checkpoint_is_read_and_the_engine_writes_what_generate_writes(tmp_path, kind):
     model = load_model(str(written(tmp_path, kind)), CPU)
     prompts = [model.codec.encode(text) for text in PROMPTS]
@@ -86,6 +99,82 @@ def test_reading_takes_hardly_more_than_the_weights(tmp_path, monkeypatch, forks
         assert (taken <= 1.2 * size) == (not keeping), (taken, size)
 
 
+@pytest.mark.parametrize("kind", [*WHOLE_FP8, "compressed-tensors fp8 static"])
+def test_fp8_weights_are_exactly_their_numbers_times_their_scales(tmp_path, kind):
+    folder = written(tmp_path, kind)
+    found = load_model(str(folder), CPU).network.state_dict()
+    stored = load_file(folder / "model.safetensors")
+    scaled = [name for name in stored if name.endswith(".weight_scale")]
+    assert scaled
+    for name in scaled:
+        weight = name.removesuffix("_scale")
+        assert torch.equal(found[weight], stored[weight].float() * stored[name].float()), name
+
+
+def fused(folder):
+    """Phi 3 has one matrix for queries, keys and values, and one for gate and up."""
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(CONFIGS["phi3"]).float()
+    network.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    parts = {"qkv_proj": (64, 32, 32), "gate_up_proj": (64, 64)}
+    found, wanted = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        base = name.removesuffix(".weight")
+        counts = parts.get(base.rpartition(".")[2])
+        if counts is None:
+            found[name] = wanted[name] = weight
+            continue
+        packed = pack_fp8_rows(base, weight, counts, input_scale=0.03)
+        found |= packed
+        scale = packed[f"{base}.weight_scale"].repeat_interleave(torch.tensor(counts))
+        wanted[name] = packed[name].float() * scale[:, None]
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    changed(folder, quantization_config={"quant_method": "fp8", "activation_scheme": "static"})
+    return wanted
+
+
+def experts(folder):
+    """Mixtral's file has three matrices for each expert, with a scale each; its network has two."""
+    torch.manual_seed(0)
+    sizes = {"num_local_experts": 3, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    config = MixtralConfig(**sizes, **heads, vocab_size=320, max_position_embeddings=64)
+    network = AutoModelForCausalLM.from_config(config).float()
+    network.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    found, scales = {}, []
+    for name, weight in load_file(folder / "model.safetensors").items():
+        base = name.removesuffix(".weight")
+        is_expert = "experts" in name
+        found |= pack_fp8_rows(base, weight, input_scale=0.03) if is_expert else {name: weight}
+        scales += [found[f"{base}.weight_scale"]] if is_expert else []
+    assert len(scales) == 9
+    dense = {
+        name: weight.float() * found[f"{name}_scale"] if f"{name}_scale" in found else weight
+        for name, weight in found.items()
+        if name.endswith("weight")
+    }
+    save_file(dense, folder / "model.safetensors", metadata={"format": "pt"})
+    wanted = load_model(str(folder), CPU).network.state_dict()
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    changed(folder, quantization_config={"quant_method": "fp8", "activation_scheme": "static"})
+    return wanted
+
+
+@pytest.mark.parametrize("make", [fused, experts])
+def test_fp8_parts_of_a_matrix_have_scales_of_their_own(tmp_path, make):
+    wanted = make(tmp_path)
+    model = load_model(str(tmp_path), CPU)
+    found = model.network.state_dict()
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+    prompt = [5, 7, 11, 13, 17]
+    engine = Engine(model, backends.get_backend("numba"), EngineConfig(block_size=4))
+    done = engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert done[0].request.output_tokens == greedy_logits(model, prompt, 8)[0]
+
+
 def changed(folder, **fields):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -101,7 +190,7 @@ def refusal(path):
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     folder = written(tmp_path, "FP8 blocks")
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
-    assert "in FP8 in blocks (DeepSeek V3, Qwen3)" in refusal(folder)
+    assert "in FP8 (DeepSeek V3, Qwen3, AutoFP8)" in refusal(folder)
     assert refusal(folder).endswith("pip install accelerate")
 
 
@@ -111,8 +200,52 @@ def test_a_format_that_contradicts_its_tensors_is_refused(tmp_path):
     refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("FP8 static", "activation_scheme", "per_token"),
+        ("FP8 ModelOpt", "quant_algo", "NVFP4"),
+        ("FP8 ModelOpt", "quant_algo", None),
+        ("FP8 static", "quant_method", "quark"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_field(tmp_path, kind, field, value):
+    folder = written(tmp_path, kind)
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    changed(folder, quantization_config=settings | {field: value})
+    assert f"quantization_config: {field}: wanted " in refusal(folder)
+    assert f"got {value!r}" in refusal(folder)
+
+
+def test_a_file_of_modelopt_that_is_broken_is_named(tmp_path):
+    folder = written(tmp_path, "FP8 ModelOpt file")
+    for content in ("{", '{"quantization": 3}'):
+        (folder / "hf_quant_config.json").write_text(content)
+        assert "hf_quant_config.json" in refusal(folder)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (7, 1), (2, 5), (1, 1, 2)])
+def test_fp8_scales_of_an_unknown_shape_are_refused_by_their_name(tmp_path, shape):
+    folder = written(tmp_path, "FP8 static")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    save_file(tensors | {name: torch.ones(shape)}, folder / "model.safetensors")
+    assert f"{name}: wanted a scale for the matrix" in refusal(folder)
+    assert f"got the shape {list(shape)} for [192, 384]" in refusal(folder)
+
+
+def test_scales_beside_weights_that_are_not_quantised_are_refused(tmp_path):
+    folder = shutil.copytree(CHECKPOINT_DIR, tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.input_scale"
+    save_file(tensors | {name: torch.ones(())}, folder / "model.safetensors")
+    assert f"{name} is not in the network" in refusal(folder)
+
+
 SCALED = {
     "FP8 blocks": "_scale_inv",
+    "FP8 static": "down_proj.weight_scale",
+    "FP8 FBGEMM": "down_proj.weight_scale",
     "MXFP4": "_scales",
     "bitsandbytes nf4": ".absmax",
     "bitsandbytes int8": ".SCB",
