@@ -5,6 +5,7 @@ other kind here, on sequences that decode, and a step that is refused has some t
 """
 
 import functools
+import math
 
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
@@ -13,6 +14,7 @@ import kvcore
 from tests.kvcore.machines.outlook import OutlookRules
 from tests.kvcore.machines.refusal import refused
 from tests.kvcore.machines.requests import GROUPS, NAMESPACES
+from tests.kvcore.views import expect
 
 SINGLE = {
     "commit": lambda m, entry, number: m.write_and_commit(entry, 1 + number // 3),
@@ -31,11 +33,13 @@ TURNS = st.tuples(
     st.integers(0, 5),
 )
 
+
 class MixedRules(OutlookRules):
     """Any verbs, in the order in which no engine would call them."""
 
     @rule(
-        anew=st.none() | st.tuples(st.integers(0, len(GROUPS) - 1), st.sampled_from([None, 13, 16])),
+        anew=st.none()
+        | st.tuples(st.integers(0, len(GROUPS) - 1), st.sampled_from([None, 13, 16])),
         lengths=st.lists(st.integers(1, 9), min_size=1, max_size=2),
         turns=st.lists(TURNS, min_size=4, max_size=12),
     )
@@ -49,6 +53,30 @@ class MixedRules(OutlookRules):
             machine = type(self)()
             machine.start(40, anew[0], caching=True, events=False, longest=anew[1])
         machine.take_turns(lengths, turns)
+
+    @rule(
+        layout=st.integers(0, len(GROUPS) - 1),
+        prompt=st.integers(1, 9),
+        answer=st.integers(1, 12),
+        is_ahead=st.booleans(),
+    )
+    def answer_a_turn(self, layout, prompt, answer, is_ahead):
+        """P24: the next turn of a conversation finds the last full block of the answer."""
+        machine = type(self)()
+        machine.start(40, layout, caching=True, events=False)
+        entry = machine.begin([0] * prompt, NAMESPACES["default"], packed=False)
+        machine.run(entry)
+        for token in range(answer):
+            if is_ahead and machine.most(entry, []):
+                machine.take_step([entry], "send", token)
+                machine.take_step([entry], "read", token)
+            else:
+                machine.take_step([entry], "decode", token)
+        machine.end(entry)
+        whole = math.lcm(*[size for _, _, size in machine.groups])
+        wanted = entry[1].computed // whole * whole
+        again = machine.begin([*entry[1].tokens, 1, 2], NAMESPACES["default"], packed=False)
+        expect("P24", again[0].num_cached_tokens, wanted, "what the next turn finds")
 
     def take_turns(self, lengths, turns):
         if len(self.naive.pool.order()) < 4 * len(self.groups):

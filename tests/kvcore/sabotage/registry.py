@@ -154,7 +154,7 @@ def edited(
     )
 
 
-def unaided(name, original, old, new, *properties, machine=machines.ManagerMachine, examples=60):
+def unaided(name, original, old, new, *properties, machine=machines.ManagerMachine, examples=300):
     """Register a function of kvcore, a part of whose source is replaced, to be found unaided.
 
     The machine runs as it does where no bug is planted: `examples`, all rules, all layer groups.
