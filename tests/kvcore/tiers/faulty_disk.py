@@ -80,8 +80,8 @@ class FaultyDisk:
             raise OSError(errno.EIO if fault == "torn" else errno.ENOSPC, fault)
         if fault in ("late", "lost"):
             self._put(number, offset, bytes(len(data)))
-        elif fault == "short":
-            self._put(number, offset, half)
+        elif fault == "short":  # the header is there, and all but the end of the payload
+            self._put(number, offset, data[:-7])
         elif fault == "corrupted" and len(data) > 3:
             spot = len(data) - 3
             self._put(number, offset, data[:spot] + bytes([data[spot] ^ 4]) + data[spot + 1 :])
