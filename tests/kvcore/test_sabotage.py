@@ -4,7 +4,7 @@ import pytest
 from hypothesis.stateful import RULE_MARKER
 
 from tests.kvcore import machines
-from tests.kvcore.hunts import NEAR, SEAMS, SEEDS, hunt
+from tests.kvcore.hunts import NEAR, SEAMS, SEEDS, hunt, near
 from tests.kvcore.sabotage import SABOTAGES
 
 pytestmark = pytest.mark.source_build
@@ -14,6 +14,8 @@ def test_those_that_are_named_here_are_planted_and_have_rules():
     first_words = {name.partition("_")[0] for name in SABOTAGES}
     assert set(SABOTAGES) >= set(SEEDS)
     assert {*SABOTAGES, *first_words} >= set(NEAR)
+    unaided = [name for name, planted in SABOTAGES.items() if planted.examples]
+    assert not [name for name in unaided if near(name) or name in SEEDS]
     for rules in NEAR.values():
         assert all(hasattr(getattr(machines.ManagerMachine, rule), RULE_MARKER) for rule in rules)
     for planted in SABOTAGES.values():

@@ -147,6 +147,7 @@ PLANTED = {  # by name: the property, and the edit; found with all rules and no 
 }  # fmt: skip
 
 
+@pytest.mark.machine
 def test_an_index_never_counts_what_neither_pool_nor_tiers_have():
     run_state_machine_as_test(
         Told, settings=settings(max_examples=15, stateful_step_count=15, deadline=None)
