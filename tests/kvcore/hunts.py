@@ -1,7 +1,7 @@
 """How planted bugs are hunted, and how many in which way.
 
-`python -m tests.kvcore.hunts` prints the figures; with names it hunts for those bugs, if wanted with
-all rules and no chosen seed, in so many examples.
+`python -m tests.kvcore.hunts` prints the figures. With names it hunts for those bugs: by
+`--unaided` with all rules and no chosen seed, by `--max-examples` in at most that many examples.
 """
 
 import argparse
@@ -159,6 +159,20 @@ HUNT = settings(
 )
 
 
+def machine_of(name, *, is_aided):
+    """The machine that hunts for a planted bug: aided by fewer rules or a chosen seed, or not."""
+    planted = SABOTAGES[name]
+    own = {SEAMS[planted.machine]: staticmethod(planted.make)}
+    if hasattr(planted.machine, "layouts"):
+        own["layouts"] = planted.layouts or planted.machine.layouts
+    if not planted.examples:
+        own["with_events"] = "always" if "P21" in planted.properties else "never"
+    if is_aided and near(name):
+        own |= without_others(planted.machine, near(name))
+    broken = type(name, (planted.machine,), own)
+    return seed(SEEDS[name])(broken) if is_aided and name in SEEDS else broken
+
+
 def hunt(name, *, settings=HUNT, is_aided=True):
     """Run the machine on a planted bug; return the property that it says is broken, or None.
 
@@ -170,16 +184,7 @@ def hunt(name, *, settings=HUNT, is_aided=True):
     is_aided = is_aided and not planted.examples
     if planted.examples:
         settings = hypothesis.settings(settings, max_examples=planted.examples)
-    own = {SEAMS[planted.machine]: staticmethod(planted.make)}
-    if hasattr(planted.machine, "layouts"):
-        own["layouts"] = planted.layouts or planted.machine.layouts
-    if not planted.examples:
-        own["with_events"] = "always" if "P21" in planted.properties else "never"
-    if is_aided and near(name):
-        own |= without_others(planted.machine, near(name))
-    broken = type(name, (planted.machine,), own)
-    if is_aided and name in SEEDS:
-        broken = seed(SEEDS[name])(broken)
+    broken = machine_of(name, is_aided=is_aided)
     try:
         with planted.planted(), same_draws():
             if is_aided and is_program(planted):

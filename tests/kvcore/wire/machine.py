@@ -301,7 +301,9 @@ class Channel(RuleBasedStateMachine):
         if who in self.is_new:
             self.is_new.discard(who)
             if sent.sequence == self.followers[who].next:  # its number alone would not tell
-                self.ask(who, is_reconnected=True)  # as a subscriber does when its connection was made anew
+                self.ask(
+                    who, is_reconnected=True
+                )  # as a subscriber does when its connection was made anew
         self.take(who, sent)
 
     def take(self, who, sent):
