@@ -109,7 +109,7 @@ def test_the_pages_count_the_planted_bugs_and_how_they_are_hunted():
     page = (DOCS / "explanation" / "how-we-test.md").read_text(encoding="utf-8")
     for text in (README, page):
         assert figures().sentence() in " ".join(text.split())
-    assert f"Of the first group {figures().within} must" in " ".join(page.split())
+    assert f"{figures().within} of the first must" in " ".join(page.split())
     tiers = (DOCS / "how-to" / "tiers.md").read_text(encoding="utf-8")
     assert f"{len(PLANTED) + len(UNAIDED)} planted bugs" in tiers
 

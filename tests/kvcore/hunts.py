@@ -236,10 +236,10 @@ class Figures:
     def sentence(self):
         """The claim of the README and of the page on tests."""
         return (
-            f"{self.planted} planted bugs, {self.re_created} of which re-create bugs that engines "
-            f"have shipped, are all caught, each by a property that it breaks: {self.unaided} by a "
-            f"machine with all its rules and no chosen seed, {self.aided} by one with the rules "
-            f"near the bug or with a chosen seed, {self.programs} by short programs of steps"
+            f"{self.planted} planted bugs ({self.re_created} re-create bugs that engines have "
+            f"shipped) are all caught by a property that they break: {self.unaided} by a machine "
+            f"with all rules and no chosen seed, {self.aided} with fewer rules or a chosen seed, "
+            f"{self.programs} by fixed programs"
         )
 
 
