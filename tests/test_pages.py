@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.architecture import PACKAGES
-from tests.kvcore.sabotage import SABOTAGES
+from tests.kvcore.hunts import figures
+from tests.kvcore.tiers.planted import PLANTED, UNAIDED
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -104,10 +105,13 @@ def test_pytest_tries_the_same_examples_each_time_unless_told_to_search(profile,
         assert tried == first
 
 
-def test_the_pages_count_the_planted_bugs():
+def test_the_pages_count_the_planted_bugs_and_how_they_are_hunted():
     page = (DOCS / "explanation" / "how-we-test.md").read_text(encoding="utf-8")
-    assert f"{len(SABOTAGES)} planted bugs" in " ".join(README.split())
-    assert f"{len(SABOTAGES)} planted bugs" in " ".join(page.split())
+    for text in (README, page):
+        assert figures().sentence() in " ".join(text.split())
+    assert f"{figures().within} of the first must" in " ".join(page.split())
+    tiers = (DOCS / "how-to" / "tiers.md").read_text(encoding="utf-8")
+    assert f"{len(PLANTED) + len(UNAIDED)} planted bugs" in tiers
 
 
 @pytest.mark.parametrize("term", TERMS)

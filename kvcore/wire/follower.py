@@ -68,8 +68,8 @@ class Follower:
         stats: what it has met.
     """
 
-    __slots__ = ("_can_ask", "_due", "_early", "_heard", "_index", "_time", "asking", "lacks",
-                 "next", "publisher", "stats")  # fmt: skip
+    __slots__ = ("_can_ask", "_due", "_early", "_heard", "_index", "_is_in_doubt", "_time",
+                 "asking", "lacks", "next", "publisher", "stats")  # fmt: skip
 
     def __init__(self, publisher: str, index: Index, *, can_ask: bool = True) -> None:
         self.publisher = publisher
@@ -82,13 +82,19 @@ class Follower:
         self._early: dict[int, Batch] = {}
         self._due: dict[int, Batch] = {}  # what had come when it was asked
         self._heard = False
+        self._is_in_doubt = False  # another life may have begun, and no answer has come since
 
-    def ask(self) -> int:
+    def ask(self, *, is_reconnected: bool = False) -> int:
         """Say from which batch on to ask, and await the answer. O(1).
 
         The batches come to `replayed`, and after them `replay_ended` is called. A request that
         stays without an answer is made again by another call.
+
+        Args:
+            is_reconnected: True if the connection was made anew: the publisher may have started
+                again with the very number that is next. If no answer comes, all is forgotten.
         """
+        self._is_in_doubt |= is_reconnected
         self.asking = True
         self._heard = False
         self._due |= self._early
@@ -149,6 +155,10 @@ class Follower:
         if answered and self.next is not None and not self._heard:
             self._restart()  # who has sent something can repeat at least the last of it
             return True
+        if not answered and self._is_in_doubt and self.next is not None:
+            self._lose()
+            self.lacks = True
+        self._is_in_doubt = False
         self.lacks = self.lacks and not answered
         early, self._early = self._early if answered else due | self._early, {}
         numbers = sorted(early)

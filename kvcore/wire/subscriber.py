@@ -321,7 +321,7 @@ class _Link:
         before = self._num_connected
         self._num_connected = self._num_closed + self._live.num_connections()
         if self._num_connected > max(before, 1):  # the first is no news: `join` has asked
-            self._ask()
+            self._ask(is_reconnected=True)
 
     def _listen_again(self) -> None:
         """Connect anew: ZeroMQ cuts off who sends too much at once, and for good."""
@@ -330,14 +330,14 @@ class _Link:
         self._live.close()
         self._listen()
 
-    def _ask(self) -> None:
+    def _ask(self, *, is_reconnected: bool = False) -> None:
         """Ask for what comes after what is known."""
         self._hang_up()
         if self._source.replay is None:
             return
         self._asked = self._transport.ask(self._source.replay, self._max_message_bytes)
         self._asked_at = self._transport.now_s()
-        self._asked.send((b"", sequence_bytes(self.follower.ask())))
+        self._asked.send((b"", sequence_bytes(self.follower.ask(is_reconnected=is_reconnected))))
 
     def _hang_up(self) -> None:
         if self._asked is not None:

@@ -7,6 +7,7 @@ from tests.kvcore import machines
 TestFreeQueue = machines.FreeQueueMachine.TestCase
 TestPool = machines.PoolMachine.TestCase
 TestManager = machines.ManagerMachine.TestCase
+pytestmark = pytest.mark.machine
 
 
 def hidden_rules(machine):

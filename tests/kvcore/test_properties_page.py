@@ -11,7 +11,7 @@ import kvcore
 from tests.kvcore import machines
 from tests.kvcore.sabotage import SABOTAGES
 from tests.kvcore.tiers.machine import TierMachine
-from tests.kvcore.tiers.planted import PLANTED
+from tests.kvcore.tiers.planted import PLANTED, UNAIDED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "properties.md").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ ROWS = {
 MACHINES = {name: getattr(machines, name) for name in machines.__all__}
 MACHINES["TierMachine"] = TierMachine
 CAUGHT_BY = {name: planted.properties for name, planted in SABOTAGES.items()}
-CAUGHT_BY |= {name: {*properties.split()} for name, (properties, *_) in PLANTED.items()}
+CAUGHT_BY |= {name: {*properties.split()} for name, (properties, *_) in (PLANTED | UNAIDED).items()}
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def test_the_planted_bugs_beside_a_property_are_caught_by_it(prop):
 
 
 def test_every_planted_bug_of_tiers_is_on_the_page():
-    assert {*PLANTED} <= {*named(PROPERTIES)}
+    assert {*PLANTED, *UNAIDED} <= {*named(PROPERTIES)}
 
 
 def test_every_rule_that_bugs_ask_for_is_a_method_of_the_machine():

@@ -1,186 +1,21 @@
 """A checker is itself checked: every planted bug is caught, and for the right reason."""
 
-import functools
-
 import pytest
-from hypothesis import Phase, seed, settings
-from hypothesis.stateful import RULE_MARKER, run_state_machine_as_test
+from hypothesis.stateful import RULE_MARKER
 
-import kvcore
 from tests.kvcore import machines
-from tests.kvcore.machines.programs import run_programs
+from tests.kvcore.hunts import NEAR, SEAMS, SEEDS, hunt, near
 from tests.kvcore.sabotage import SABOTAGES
-from tests.kvcore.sabotage.registry import same_draws
-from tests.kvcore.views import PropertyError
 
 pytestmark = pytest.mark.source_build
-
-SEAMS = {
-    machines.FreeQueueMachine: "make_queue",
-    machines.PoolMachine: "make_pool",
-    machines.ManagerMachine: "make_manager",
-    machines.HybridMachine: "make_manager",
-}
-
-LIVES = ("open", "open_again", "run", "fork", "append", "truncate", "close")
-LOADS = ("load_a_prefix", "begin_load", "commit_load", "fail_load", "fail_a_load_that_others_use")
-KEPT = ("keep_for_later", "fork_what_is_kept", "come_back_under_pressure")
-HELD = ("lease", "end_lease", "close_in_flight", "reset_in_flight", "twins")
-TRANSFERS = ("lease", "fail_transfer", "fail_blocks")
-UNKNOWN = ("expect", "resolve", "read_a_step", "verify_later", "run_ahead", "write_and_commit")
-NEAR = {  # a planted bug, or the first word of its name: the rules that are near it
-    "events_remove_with_the_first_copy": (
-        "open",
-        "run",
-        "twins",
-        "come_back_under_pressure",
-        "close",
-    ),
-    "groups_hit_what_one_of_them_lacks": ("open", "run", "come_back_under_pressure", "close"),
-    "groups_keep_in_part_what_another_reads": (*LIVES, *LOADS, *TRANSFERS),
-    "items": (*LIVES, "meet_the_neighbours"),
-    "leases": (*LIVES, *HELD, "reserve", "tick"),
-    "leases_count_what_a_look_up_found": ("open", "run", "close_in_flight", "close"),
-    "leases_never_expire": ("open", "run", "lease", "tick", "close"),
-    "loads": (*LIVES, *LOADS, "reserve", "tick"),
-    "loads_fail_without_the_copies_of_forks": ("open", "run", "fork", "fail_load", "close"),
-    "loads_join_after_a_gap": ("load_a_prefix", "close"),
-    "loads_join_whatever_the_tokens_are_now": ("load_a_prefix", "close"),
-    "loads_keep_too_few_blocks_of_a_window": ("load_a_prefix", "close"),
-    "loads_keep_what_is_out_of_sight": ("load_a_prefix", "close"),
-    "loads_leak_what_comes_too_late": ("load_a_prefix", "close"),
-    "look": (*LIVES, "keep_for_later", "come_back_under_pressure"),
-    "look_ups_forget_what_they_were_asked_to_keep": (
-        "open",
-        "run",
-        "keep_for_later",
-        "close",
-        "tick",
-    ),
-    "manager_accepts_a_stale_handle": ("open", "run", "close", "use_a_closed_one"),
-    "manager_counts_one_token_of_whoever_decodes": (*LIVES, "decode_at_once"),
-    "manager_keeps_a_scrambled_order_at_a_reset": ("open", "run", "close", "reset", "churn"),
-    "manager_keeps_from_others_what_was_not_looked_up": ("open_again", "open", "run", "close"),
-    "manager_overwrites_what_a_fork_shares": (*LIVES, "diverge", "edit"),
-    "manager_publishes_a_half_full_block": (*LIVES, "reserve", "write_and_commit"),
-    "manager_publishes_what_a_step_only_schedules": (*LIVES, "serve"),
-    "manager_uses_a_node_that_stands_for_something": (*LIVES, "come_back_under_pressure", "churn"),
-    "namespaces_leave_out_the_version_of_the_adapter": (
-        "open",
-        "run",
-        "meet_the_neighbours",
-        "close",
-    ),
-    "retention": (*LIVES, *KEPT, "tick"),
-    "transfers_fail_and_hold_their_blocks": ("open", "run", "lease", "fail_transfer", "close"),
-    "transfers_fail_in_their_own_blocks_alone": (
-        "open",
-        "run",
-        "diverge",
-        "lease",
-        "fail_transfer",
-        "close",
-    ),
-    "unknown": (*LIVES, *UNKNOWN, "reserve"),
-}
-"""The machine has fifty rules: where all may run, those that meet seldom do so one after another.
-
-All of them run where no bug is planted (`test_machines`), and on every bug that is not named here.
-"""
-
-
-def only_near(name, machine):
-    """What a subclass of the machine has in order to run no rules but those near a planted bug."""
-    near = SABOTAGES[name].near or NEAR.get(name, NEAR.get(name.partition("_")[0]))
-    rules = {rule: getattr(machine, rule) for rule in dir(machine) if near}
-    return {
-        rule: functools.partialmethod(method)  # callable as before, and no rule
-        for rule, method in rules.items()
-        if hasattr(method, RULE_MARKER) and rule not in near
-    }
-
-
-SEEDS = {
-    "groups_hit_what_one_of_them_lacks": 0,
-    "leases_hold_the_block_that_a_look_up_finds": 0,
-    "loads_are_never_found": 0,
-    "look_ups_make_what_they_find_young": 0,
-    "look_ups_make_what_was_used_old": 0,
-    "manager_cuts_tokens_and_keeps_their_identity": 0,
-    "manager_grows_half_a_step_before_it_refuses": 2,
-    "manager_keeps_a_scrambled_order_at_a_reset": 1,
-    "manager_makes_room_past_the_longest_sequence": 0,
-    "manager_names_blocks_by_tokens_long_gone": 0,
-    "manager_uses_a_node_that_stands_for_something": 2,
-    "plan_in_chunks_takes_again_what_others_hold": 0,
-    "states_are_dropped_while_a_step_reads_them": 0,
-    "states_are_forgotten_until_their_tokens_are_known": 1,
-    "states_are_freed_while_they_are_written": 0,
-    "states_are_retained_by_the_first_request_alone": 1,
-    "states_are_said_to_have_room": 0,
-    "states_are_written_where_they_are_just_published": 0,
-    "states_hit_what_a_draft_model_computes_again": 1,
-    "states_of_another_position_are_read": 2,
-    "states_of_unknown_tokens_are_published_at_the_end": 0,
-    "states_resume_behind_a_cut": 2,
-    "states_resume_where_a_window_is_gone": 6,
-    "states_that_are_kept_are_written_when_shared": 0,
-    "step_gives_a_decoder_its_neighbours_token": 7,
-    "transfers_fail_after_the_block_that_was_bad": 3,
-}
-"""Where the search that begins as all do takes seconds, one that begins elsewhere and does not.
-
-Any finds the bug. A number is that of the programs, or of Hypothesis' draws.
-"""
-
-# Reproducible, and without the search for a smaller example: here only the verdict counts.
-HUNT = settings(
-    max_examples=3000,
-    stateful_step_count=40,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    print_blob=False,
-    deadline=None,
-)
-
-
-def hunt(name, settings=HUNT):
-    """Run the machine on a planted bug; return the property that it says is broken, or None.
-
-    An error of misuse that a rule did not expect is P3: the allocator's own guard has seen that its
-    caller, here the broken part, broke a rule. So is a strict `zip` of lists that differ in length.
-    """
-    planted = SABOTAGES[name]
-    seam = {SEAMS[planted.machine]: staticmethod(planted.make), "layouts": planted.layouts}
-    seam["with_events"] = "always" if "P21" in planted.properties else "never"
-    broken = type(name, (planted.machine,), seam | only_near(name, planted.machine))
-    if name in SEEDS:
-        broken = seed(SEEDS[name])(broken)
-    try:
-        with planted.planted(), same_draws():
-            if planted.edits and not planted.layouts:
-                run_programs(SEEDS.get(name, 0), 1000)
-            else:
-                run_state_machine_as_test(broken, settings=settings)
-    except (PropertyError, kvcore.InvariantError) as error:
-        return error.prop
-    except kvcore.MisuseError:
-        return "P3"
-    except ValueError as error:
-        if "zip()" not in str(error):
-            raise
-        return "P3"
-    except kvcore.OutOfBlocksError:
-        return "P13"
-    return None
 
 
 def test_those_that_are_named_here_are_planted_and_have_rules():
     first_words = {name.partition("_")[0] for name in SABOTAGES}
     assert set(SABOTAGES) >= set(SEEDS)
     assert {*SABOTAGES, *first_words} >= set(NEAR)
+    unaided = [name for name, planted in SABOTAGES.items() if planted.examples]
+    assert not [name for name in unaided if near(name) or name in SEEDS]
     for rules in NEAR.values():
         assert all(hasattr(getattr(machines.ManagerMachine, rule), RULE_MARKER) for rule in rules)
     for planted in SABOTAGES.values():

@@ -70,10 +70,16 @@ def sequence_view(seq):
     }
 
 
+def limits_view(seq):
+    """Up to where steps only count: no caller sees it, and a refused call leaves it too."""
+    return seq.num_reserved_tokens, seq.next_boundary, seq.fast_decode_limit
+
+
 def manager_view(manager):
     return {
         "pool": pool_view(manager.pool),
         "sequences": {key: sequence_view(seq) for key, seq in manager.sequences.items()},
+        "limits": {key: limits_view(seq) for key, seq in manager.sequences.items()},
         "leases": {key: repr(lease) for key, lease in manager.leases.active.items()},
         "step": manager.pool.step,
         "stats": manager.stats(),

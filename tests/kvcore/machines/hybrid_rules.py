@@ -5,7 +5,7 @@ from hypothesis.stateful import precondition, rule
 
 import kvcore
 import kvcore.pool
-from tests.kvcore.machines.hybrid import Entry, HybridChecks, first_kept
+from tests.kvcore.machines.hybrid import HYBRIDS, Entry, HybridChecks, first_kept
 from tests.kvcore.machines.outlook import IS_COMPILED, copied
 from tests.kvcore.machines.refusal import refused
 from tests.kvcore.machines.requests import NAMESPACES, lowered, with_image
@@ -401,6 +401,31 @@ class HybridMachine(HybridChecks):
         self.end(entry)
         again = self.begin((known + tokens)[:LONGEST], name)
         self.run_all(again)
+
+    @rule(
+        layout=st.integers(0, len(HYBRIDS) - 1),
+        size=st.integers(2, 4),
+        prompt=st.integers(1, 13),
+        answer=TOKENS,
+        steps=st.integers(1, 12),
+        is_ahead=st.booleans(),
+    )
+    def answer_a_turn(self, layout, size, prompt, answer, steps, is_ahead):
+        """P24: the next turn finds the last full block of the answer, and the state after it."""
+        machine = type(self)()
+        machine.start(layout, size, 1, 0, 80, caching=True, events=False)
+        entry = machine.begin([0] * prompt, "default")
+        machine.ready(entry)
+        for number in range(steps):
+            token = [answer[number % len(answer)]]
+            if is_ahead:
+                machine.step([entry], [([], 1, token, 1)])
+            machine.step([entry], [(token, int(not is_ahead), [], 1)])
+        machine.agree()
+        machine.end(entry)
+        wanted = entry.computed // machine.common * machine.common
+        again = machine.begin([*entry.known, 2, 2], "default")
+        expect("P24", again.computed, wanted, "what the next turn finds")
 
     @precondition(lambda self: len(self.live) < 5)
     @rule(prompt=PROMPTS, tokens=TOKENS, more=st.integers(1, 6))

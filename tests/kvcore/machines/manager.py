@@ -9,7 +9,7 @@ from hypothesis.stateful import multiple, precondition, rule
 
 import kvcore
 from tests.kvcore.machines.checks import LEASES, SEQUENCES
-from tests.kvcore.machines.outlook import OutlookRules
+from tests.kvcore.machines.mixed import MixedRules
 from tests.kvcore.machines.requests import (
     BLOCK_SIZE,
     NAMESPACES,
@@ -25,7 +25,7 @@ from tests.kvcore.machines.verbs import opened
 from tests.kvcore.views import expect
 
 
-class ManagerMachine(OutlookRules):
+class ManagerMachine(MixedRules):
     """The manager against lists, and against a ghost of the KV memory."""
 
     @rule(entry=SEQUENCES)

@@ -35,6 +35,8 @@ class Sabotage:
         edits: functions and what has their code instead; without layouts the programs of steps
             must notice.
         near: the only rules that the machine runs; empty: all.
+        examples: the number of examples in which the machine must notice, with all rules, on all
+            layer groups and without a chosen seed; 0: it is hunted where it shows.
     """
 
     make: Any
@@ -45,6 +47,7 @@ class Sabotage:
     patches: tuple = ()
     edits: tuple = ()
     near: tuple = ()
+    examples: int = 0
 
     @contextmanager
     def planted(self):
@@ -148,6 +151,21 @@ def edited(
         layouts,
         edits=((original, _with_edit(name, original, old, new)),),
         near=near,
+    )
+
+
+def unaided(name, original, old, new, *properties, machine=machines.ManagerMachine, examples=300):
+    """Register a function of kvcore, a part of whose source is replaced, to be found unaided.
+
+    The machine runs as it does where no bug is planted: `examples`, all rules, all layer groups.
+    """
+    SABOTAGES[name] = Sabotage(
+        kvcore.KVCacheManager,
+        machine,
+        frozenset(properties),
+        machine.layouts,
+        edits=((original, _with_edit(name, original, old, new)),),
+        examples=examples,
     )
 
 

@@ -4,7 +4,8 @@ import errno
 
 from kvcore.tiers import TierError
 
-WRITES = ("torn", "lost", "late", "repeated", "stale", "corrupted", "short", "full", "gone")
+WRITES = ("torn", "lost", "late", "repeated", "stale", "elsewhere", "corrupted", "short", "full",
+          "gone")  # fmt: skip
 READS = ("failed", "corrupted", "short", "stale")
 
 
@@ -79,11 +80,14 @@ class FaultyDisk:
             raise OSError(errno.EIO if fault == "torn" else errno.ENOSPC, fault)
         if fault in ("late", "lost"):
             self._put(number, offset, bytes(len(data)))
-        elif fault == "short":
-            self._put(number, offset, half)
+        elif fault == "short":  # the header is there, and all but the end of the payload
+            self._put(number, offset, data[:-7])
         elif fault == "corrupted" and len(data) > 3:
             spot = len(data) - 3
             self._put(number, offset, data[:spot] + bytes([data[spot] ^ 4]) + data[spot + 1 :])
+        elif fault == "elsewhere" and len(self.files) > 1:  # what stands last in another file
+            others = [file for other, file in self.files.items() if other != number]
+            self._put(number, offset, bytes(others[-1][-len(data) :]).ljust(len(data), b"\0"))
         elif fault == "stale":  # what stood in these places of the device before
             older = b"".join(self.files.values())[-len(data) :]
             self._put(number, offset, older.ljust(len(data), b"\0"))

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import kvcore
 from kvcore import tiers
+from tests.kvcore.tiers.disk_checks import check_counts, check_records
 from tests.kvcore.tiers.faulty_disk import (
     READS,
     WRITES,
@@ -191,6 +192,7 @@ class TierMachine(RuleBasedStateMachine):
                 f"P39: {self.disk.total} bytes on a disk tier of {capacity} at its start"
             )
         self.disk.capacity = capacity
+        check_records(self.on_disk, self.disk)
 
     def further_tiers(self):
         return []
@@ -462,6 +464,7 @@ class TierMachine(RuleBasedStateMachine):
     )
     def restart(self, kind, weights, share, lost, crash=None):
         """The process ends, in order or not, and another begins on the same disk."""
+        self.num_restarts += 1
         found = {*self.on_disk._entries}
         if kind == "closed":
             self.finish_all()
@@ -488,7 +491,7 @@ class TierMachine(RuleBasedStateMachine):
             raise BrokenError("P24: a restart has lost records that were whole")
         self.was_sound = True
 
-    was_sound, is_inside = True, False
+    was_sound, is_inside, num_restarts = True, False, 0
 
     @rule(left=st.integers(0, 12), share=st.sampled_from([0, 0.3, 0.5, 0.9, 1]))
     def the_process_is_to_die(self, left, share):
@@ -507,6 +510,22 @@ class TierMachine(RuleBasedStateMachine):
         self.was_sound = False
         if lands:
             self.disk.land()
+
+    @rule(
+        fault=st.sampled_from(["elsewhere", "short", "torn", "stale"]),
+        before=st.integers(0, 8),
+        kind=st.sampled_from(["killed", "killed", "power"]),
+        lost=st.sampled_from([7, 20]),
+        salt=st.sampled_from(SALTS),
+    )
+    def a_write_goes_wrong_and_life_goes_on(self, fault, before, kind, lost, salt):
+        """What stands behind a record that is torn, short or stale is found after a restart too."""
+        new = [[40 + 2 * self.num_restarts + which] * 15 for which in range(2)]  # all is written
+        self.the_disk_misbehaves([*[None] * before, fault], [], False, False)
+        self.serve(new[0], salt, stores=True)
+        self.restart(kind, self.weights, 1, lost)
+        self.serve(new[1], salt, stores=True)
+        self.restart("killed", self.weights, 1, 0)
 
     @rule(shift=st.integers(1, 3), cut=st.integers(0, 200))
     def another_process_leaves_files(self, shift, cut):
@@ -543,6 +562,7 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_accounted_for(self):
         kvcore.check(self.kv)
+        check_counts(self.on_disk)
         host = self.tiers.tiers[0].tier
         if self.has_host:
             held = sum(512 + len(payload) for payload, *_ in host._entries.values())

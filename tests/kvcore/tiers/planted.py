@@ -184,3 +184,18 @@ plant("a_peer_asks_on_before_it_has_read", "P38", "peer_is_read", peer.PeerTier,
 plant("memory_is_read_without_a_deadline", "P41", "peer_is_read", peer.PeerTier, "_receive",
       "reader.read(self._place, length, deadline_s)",
       'reader.read(self._place, length, float("inf"))')  # fmt: skip
+
+# Found by the machine with all rules, without a story and without a chosen seed.
+
+UNAIDED = {
+    "records_of_another_segment_are_taken_in": (
+        "P24 P37 P39", disk.DiskTier, "_scan_segment", "header.segment != number", "False",
+    ),
+    "a_write_that_was_short_counts_as_whole": (
+        "P37", disk.DiskTier, "_scan_segment",
+        "offset + RECORD_BYTES + header.length > size", "False",
+    ),
+    "records_are_written_behind_a_torn_one": (
+        "P24", disk.DiskTier, "_scan_segment", "self._trim(number, offset)", "pass",
+    ),
+}  # fmt: skip

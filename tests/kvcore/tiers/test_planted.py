@@ -4,15 +4,17 @@ Each is hunted with the rules of the machine, in stories that a tier meets in it
 """
 
 import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 import kvcore
-from tests.kvcore.sabotage.registry import _with_edit
+from tests.kvcore.sabotage.registry import _with_edit, same_draws
 from tests.kvcore.tiers.faulty_disk import READS, WRITES, BrokenError
 from tests.kvcore.tiers.faulty_link import FAULTS
 from tests.kvcore.tiers.faulty_memory import FAULTS as MEMORY_FAULTS
 from tests.kvcore.tiers.machine import GROUPS, SALTS, TierMachine, prompt
 from tests.kvcore.tiers.peer_machine import PeerMachine
-from tests.kvcore.tiers.planted import PLANTED
+from tests.kvcore.tiers.planted import PLANTED, UNAIDED
 
 
 def come_back(life, weights="a", kind="killed", share=1):
@@ -281,3 +283,20 @@ def test_a_planted_bug_of_tiers_is_caught_for_the_right_reason(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(original, "__code__", code)
         assert hunt([globals()[story]]) in properties.split()
+
+
+HUNT = settings(
+    max_examples=300, stateful_step_count=25, derandomize=True, database=None,
+    phases=[Phase.generate], report_multiple_bugs=False, print_blob=False, deadline=None,
+)  # fmt: skip
+
+
+@pytest.mark.source_build
+@pytest.mark.parametrize("name", UNAIDED)
+def test_a_planted_bug_of_a_disk_is_caught_by_all_rules_without_a_seed(name, monkeypatch):
+    properties, owner, function, old, new = UNAIDED[name]
+    original = getattr(owner, function)
+    monkeypatch.setattr(original, "__code__", _with_edit(name, original, old, new).__code__)
+    with pytest.raises(BrokenError) as caught, same_draws():
+        run_state_machine_as_test(type(name, (TierMachine,), {}), settings=HUNT)
+    assert caught.value.prop in properties.split()

@@ -1,10 +1,13 @@
 """P37 to P41: tiers on a disk, and a link to a peer, that fail in every way, against a ghost."""
 
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.kvcore.tiers.machine import TierMachine
 from tests.kvcore.tiers.peer_machine import PeerMachine
+
+pytestmark = pytest.mark.machine
 
 
 def test_no_fault_of_a_link_makes_a_peer_be_believed_wrongly():

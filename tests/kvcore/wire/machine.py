@@ -233,10 +233,10 @@ class Channel(RuleBasedStateMachine):
             self.take(who, self.late[who].pop(place % len(self.late[who])))
 
     @rule(who=WHO)
-    def ask(self, who):
+    def ask(self, who, is_reconnected=False):
         """As a subscriber does when it has heard nothing, or no answer, for a while."""
         known, lacks = self.followers[who].next, self.followers[who].lacks
-        self.wanted[who] = self.followers[who].ask()
+        self.wanted[who] = self.followers[who].ask(is_reconnected=is_reconnected)
         from_where = 0 if known is None or lacks else max(0, known - 1)
         self.expect(self.wanted[who] == from_where, who, "asked from", (self.wanted[who], known))
         self.answers.pop(who, None)  # it comes too late
@@ -301,7 +301,9 @@ class Channel(RuleBasedStateMachine):
         if who in self.is_new:
             self.is_new.discard(who)
             if sent.sequence == self.followers[who].next:  # its number alone would not tell
-                self.ask(who)  # as a subscriber does when its connection was made anew
+                self.ask(
+                    who, is_reconnected=True
+                )  # as a subscriber does when its connection was made anew
         self.take(who, sent)
 
     def take(self, who, sent):

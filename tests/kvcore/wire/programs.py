@@ -192,7 +192,17 @@ def an_answer_that_begins_late_may_be_of_another_life(machine):
     serve(machine, [1, 1])
 
 
+def a_new_life_that_cannot_be_asked_is_not_taken_for_the_old(machine):
+    machine.start(PLAIN)
+    serve(machine, [0, 1])
+    machine.restart("a", Life(plain=True))
+    serve(machine, [1, 1], "lost")
+    serve(machine, [0, 0])
+    machine.give_up("a")
+
+
 PROGRAMS = (
+    a_new_life_that_cannot_be_asked_is_not_taken_for_the_old,
     a_new_life_that_goes_on_with_the_next_number_is_asked_for,
     the_next_number_of_a_life_before_comes_too_late,
     an_answer_that_begins_late_may_be_of_another_life,

@@ -27,8 +27,8 @@ class GaplessFollower(wire.Follower):
 class TrustingFollower(wire.Follower):
     """Asks for the next batch without looking at the last again: a new life passes for the old."""
 
-    def ask(self):
-        super().ask()
+    def ask(self, **options):
+        super().ask(**options)
         return self.next or 0
 
 
@@ -234,9 +234,16 @@ class ClingingIndex(wire.Index):
 class TimidFollower(wire.Follower):
     """Asks for everything, whatever it knows."""
 
-    def ask(self):
-        super().ask()
+    def ask(self, **options):
+        super().ask(**options)
         return 0
+
+
+class HopefulFollower(wire.Follower):
+    """Takes the next number for the life that it knows, though its connection was made anew."""
+
+    def ask(self, *, is_reconnected=False):
+        return super().ask()
 
 
 def replaced(event, **changes):
@@ -248,6 +255,7 @@ SABOTAGES = {
     "make_follower": (
         DeafFollower, GaplessFollower, TrustingFollower, TimelessFollower, HoardingFollower,
         ImpatientFollower, GrudgingFollower, CredulousFollower, TimidFollower,
+        HopefulFollower,
     ),
     "make_history": (ShortHistory, StaleHistory, EarlyHistory),
     "make_encoder": (TalkativeEncoder, BlindEncoder, SilentEncoder, OpenEncoder),

@@ -15,6 +15,9 @@ from tests.kvcore.wire.sabotage import SABOTAGES, ClingingIndex
 TestStreams = StreamMachine.TestCase
 TestCounts = CountMachine.TestCase
 TestIndexes = IndexMachine.TestCase
+pytest.mark.machine(TestStreams)
+pytest.mark.machine(TestCounts)
+pytest.mark.machine(TestIndexes)
 # Shrinking takes minutes: a failure is reported as it was found. For a short one, add Phase.shrink.
 TestStreams.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate], report_multiple_bugs=False

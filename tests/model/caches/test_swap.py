@@ -8,7 +8,7 @@ from torch import nn
 
 import backends
 import kvcore
-from model import EngineConfig, InvalidArgumentError
+from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.caches import swap
 from model.caches.kv_caches import KVCaches
 from model.caches.layout import LayerShape, plan_layout
@@ -16,7 +16,10 @@ from model.caches.memory import MemoryPlan
 from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.request import HostCopy
 from model.control.step import Transfer
+from model.engine import Engine
+from tests.kvcore.sabotage.registry import _with_edit
 from tests.model.networks import build
+from tests.model.reference import ReferenceBackend
 
 CPU = torch.device("cpu")
 MIB, GIB = 1 << 20, 1 << 30
@@ -55,6 +58,73 @@ def test_stored_blocks_come_back_to_other_places_bit_by_bit(caches, backend):
             assert torch.equal(now[3], then[1])
             assert torch.equal(now[5], then[2])
             assert not now[[0, 1, 2, 4]].any()
+
+
+GROUPS = [  # stored entries of a group, and how many of them were found in the cache
+    ((3, 0), (2, 0)),
+    ((3, 2), (2, 1)),
+    ((1, 0), (2, 0), (3, 0)),
+    ((3, 3), (1, 0), (2, 1)),  # of the first one nothing is missing
+]
+
+
+def check_a_swap(groups):
+    """A group with a window has fewer blocks than one that sees all, and each comes back apart."""
+    caches = KVCaches.allocate(HYBRID, num_blocks=14, block_size=4, device=CPU)
+    for number, storage in enumerate(caches.storages):
+        for block in range(14):
+            storage[block] = 100 * number + block
+    num_stored = sum(count for count, _ in groups)
+    stored, free = range(1, 1 + num_stored), iter(range(7, 14))
+    places, ranges, into, end = [], [], {}, 0
+    for count, found in groups:
+        places.append((0, count))
+        ranges.append((end + found, end + count))
+        into |= {next(free): stored[entry] for entry in range(*ranges[-1])}
+        end += count
+    host = HostCopy(num_tokens=9, places=tuple(places))
+    mover = BlockMover(backends.get_backend("numba"), caches)
+    mover.transfer([transfer(tuple(stored), host)], [])
+    for storage in caches.storages:
+        storage[:7] = -1
+    mover.transfer([], [Transfer(None, tuple(into), host, tuple(ranges), None)])
+    for number, storage in enumerate(caches.storages):
+        for block in range(7, 14):
+            assert (storage[block] == 100 * number + into.get(block, block)).all(), block
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_each_group_comes_back_to_its_own_blocks(groups):
+    check_a_swap(groups)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("place += stop - first", "place += 0"),  # the second group over the first
+        ("content[first:stop]", "content[: stop - first]"),  # all with the first one's content
+    ],
+)
+def test_a_group_that_is_written_over_another_is_seen(groups, old, new, monkeypatch):
+    broken = _with_edit("swap", BlockMover.transfer, old, new)
+    monkeypatch.setattr(BlockMover, "transfer", broken)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_a_swap(groups)
+
+
+def test_a_network_with_windows_writes_the_same_after_a_swap():
+    def written(**sizes):
+        config = EngineConfig(block_size=4, **sizes)
+        engine = Engine(build("gemma2", 25), ReferenceBackend(), config)
+        assert len(engine.kv.groups) > 1
+        params = SamplingParams(max_tokens=20, temperature=0)
+        texts = engine.generate(["first", "second", "third one"], params)
+        return [text.request.output_tokens for text in texts], engine.stats
+
+    small, stats = written(num_blocks=24, swap_memory_bytes=MIB)
+    assert stats.num_loads > 0
+    assert small == written(num_blocks=90, swap_memory_bytes=0)[0]
 
 
 def test_copies_of_forks_reach_every_layer(caches):

@@ -481,6 +481,7 @@ TestGrowingMachine = GrowingMachine.TestCase
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSwappingMachine = SwappingMachine.TestCase
 TestBusyMachine = BusyMachine.TestCase
+pytestmark = pytest.mark.machine
 
 
 def test_a_window_that_is_found_and_one_that_is_computed_are_one_window():
