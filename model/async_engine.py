@@ -602,9 +602,11 @@ class AsyncEngine:
         """Do what is in the inbox, waiting for it if there is nothing else; False: it is over."""
         while True:
             try:
-                command = self._inbox.get(block=not engine.has_unfinished)
+                command = self._inbox.get(not engine.has_unfinished, engine.patience_s)
             except queue.Empty:
-                return True
+                if engine.has_unfinished:
+                    return True
+                command = _Command(_tend, _nothing)  # a transfer takes too long
             if command is None:
                 return False
             try:

@@ -3,7 +3,6 @@
 It checks itself after steps and when it is idle; `world.py` has the rules of a whole run.
 """
 
-import asyncio
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +33,8 @@ from tests.simulation.device import (
 from tests.simulation.http import serve
 from tests.simulation.loop import SimulatedHost
 from tests.simulation.ranks import make_groups
-from tests.simulation.tiers import HANGS_S, make_tiers
+from tests.simulation.stored import Stored
+from tests.simulation.tiers import make_tiers
 
 _CHECK_CHANCE = 0.01  # of a step; a run that fails is repeated with all of them checked
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
@@ -64,11 +64,20 @@ class Faults:
         self.num_draws += 1
         return self.num_draws - 1 in self.logits
 
+    def end(self):
+        """Nothing goes wrong any more."""
+        self.step = self.read = self.logits = frozenset()
+
 
 class Checked:
     """A mixin before the class of an engine: checks the replica after each step."""
 
     replica = None
+
+    def submit(self, asked):
+        """As the engine's."""
+        self.replica.stored.note(asked)
+        return super().submit(asked)
 
     def step(self):
         """As the engine's; an error that nobody has injected breaks a rule."""
@@ -157,14 +166,15 @@ class Replica:
         self._present = {}  # by client: how many samples it wants, and until when
         self._checks = Random(run.plan.seed + 3)
         self._order = Order(self.features.priority_span)
-        self.pools, self.devices, cores = [], [], []
+        self.pools, self.devices, self.cores = [], [], []
         groups = make_groups(self.host, features.num_ranks)
         for group in groups:
             core = self._make_core(group if len(groups) > 1 else None)
             core.replica = self
-            cores.append(core)
-        self.core = cores[0]
-        for follower in cores[1:]:
+            self.cores.append(core)
+        self.core = self.cores[0]
+        self.stored = Stored(self)
+        for follower in self.cores[1:]:
             self.host.start_thread("rank", partial(_follow, follower))
         self.engine = run.bug.get("front", AsyncEngine)(
             self.core, max_waiting=features.max_waiting, host=self.host,
@@ -241,6 +251,7 @@ class Replica:
         limit = most_requests(limit, num_clients)
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
+        self.stored.check_deadlines()
         is_checked = self.run.checks_all or self._checks.random() < _CHECK_CHANCE
         tiers = self.core.tiers
         loading, is_busy = ((), False) if tiers is None else (tiers.requests, tiers.is_busy)
@@ -275,11 +286,8 @@ class Replica:
             await idle(self)
             with suppress(*([] if self.core.tiers is None else [NotServingError])):
                 await self.engine.call(lambda engine: None)  # else a fault is ending it just now
-            until_s = self.run.loop.now + 2 * max(HANGS_S)
-            while self.core.tiers is not None and self.core.tiers.is_busy:
-                await asyncio.sleep(0.1)  # a store may hang for half a minute
-                if self.run.loop.now > until_s:
-                    raise ViolationError("a store never ends while no step runs")
+            if self.core.tiers is not None:
+                await self.stored.settle()
             self._check_nothing_kept()
         if self.engine.health.state is EngineState.RECOVERING:
             raise ViolationError("the engine computes, and takes no requests")

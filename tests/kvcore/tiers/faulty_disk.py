@@ -40,6 +40,7 @@ class FaultyDisk:
         self.capacity = None
         self.is_gone = self.is_taken = self.is_undeletable = False
         self.num_moved = self.num_changes = 0
+        self.unwritten = set()  # (number, offset) of writes that have failed
 
     def start(self):
         if self.is_taken:
@@ -68,6 +69,14 @@ class FaultyDisk:
         return {number: len(data) for number, data in self.files.items()}
 
     def write(self, number, offset, pieces):
+        try:
+            self._write(number, offset, pieces)
+        except OSError:
+            self.unwritten.add((number, offset))
+            raise
+        self.unwritten.discard((number, offset))
+
+    def _write(self, number, offset, pieces):
         self._check_changeable()
         data = b"".join(pieces)
         self._check_room(number, offset, data)
