@@ -36,10 +36,11 @@ from tests.simulation.ranks import make_groups
 from tests.simulation.stored import Stored
 from tests.simulation.tiers import make_tiers
 
+_PREEMPT_CHANCE = 0.5
 _CHECK_CHANCE = 0.01  # of a step; a run that fails is repeated with all of them checked
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
-_MOST_BUSY = 600  # the same while tiers have blocks: a store may hang for a second
 _MOST_STILL = 6  # steps in which the first in order may stand still, copies and reads included
+_MOST_BUSY_S = 5.0  # the same while tiers have blocks: four stores may hang, each for a second
 PATIENCE_S = 0.02  # as _MOST_ABSENT
 
 
@@ -81,6 +82,8 @@ class Checked:
 
     def step(self):
         """As the engine's; an error that nobody has injected breaks a rule."""
+        if self.tiers is not None:
+            self.replica.let_transfers_go_on()
         try:
             outputs = super().step()
         except DeviceError:
@@ -107,9 +110,9 @@ class Order:
     def __init__(self, span):
         self._span = span
         self._waited, self._ran = frozenset(), frozenset()
-        self._first, self._num_still = None, 0
+        self._first, self._num_still, self._since_s = None, 0, 0.0
 
-    def check(self, running, waiting, *, is_whole, loading=(), is_busy=False):
+    def check(self, running, waiting, *, now_s, is_whole, loading=(), is_busy=False):
         """After a step; `is_whole`: the queues too, and not only what has changed.
 
         Those that are loading wait for their KV: others overtake them.
@@ -124,14 +127,8 @@ class Order:
                 if before is not None and before.order < request.order:
                     raise ViolationError(f"order: {request!r} overtakes {before!r}")
         first = min([*running[:1], *waits[:1]], key=lambda one: one.order, default=None)
-        state = first and (
-            first, first.status, first.num_computed_tokens, len(first.tokens),
-            first.num_preemptions, first.is_expecting,
-        )  # fmt: skip
-        self._num_still = self._num_still + 1 if first and state == self._first else 0
-        if self._num_still > (_MOST_BUSY if is_busy else _MOST_STILL):
-            raise ViolationError(f"order: {first!r} is the first, and stands still")
-        self._first, self._waited, self._ran = state, frozenset(waits), frozenset(running)
+        self._check_progress(first, now_s, is_busy)
+        self._waited, self._ran = frozenset(waits), frozenset(running)
         for queue in (running, waiting) if is_whole else ():
             for request, after in pairwise(queue):
                 if request.order > after.order:
@@ -143,6 +140,20 @@ class Order:
             if turn < turns.get(request.client, -math.inf) + 1 - 1e-6:
                 raise ViolationError(f"order: {request!r} has the turn of the one before it")
             turns[request.client] = turn
+
+    def _check_progress(self, first, now_s, is_busy):
+        """The first in order does not stand still for long."""
+        state = first and (
+            first, first.status, first.num_computed_tokens, len(first.tokens),
+            first.num_preemptions, first.is_expecting,
+        )  # fmt: skip
+        if not first or state != self._first:
+            self._num_still, self._since_s = 0, now_s
+        elif not is_busy:
+            self._num_still += 1
+        if self._num_still > _MOST_STILL or now_s - self._since_s > _MOST_BUSY_S:
+            raise ViolationError(f"order: {first!r} is the first, and stands still")
+        self._first = state
 
 
 class Replica:
@@ -234,6 +245,11 @@ class Replica:
         for attempt in self.attempts:
             attempt.cancel()
 
+    def let_transfers_go_on(self):
+        """Between two steps the threads of transfers may run: in a process they always do."""
+        if self._checks.random() < _PREEMPT_CHANCE:
+            self.run.loop.pause()
+
     def stepped(self):
         """A step is over."""
         engine, now = self.engine, self.run.loop.now
@@ -258,6 +274,7 @@ class Replica:
         self._order.check(
             self.core.running,
             self.core.waiting,
+            now_s=now,
             is_whole=is_checked,
             loading=loading,
             is_busy=is_busy,

@@ -116,6 +116,7 @@ class Stored:
             device.mend()
         await asyncio.sleep(_FORGOTTEN_S)
         draw = Random(replica.run.plan.seed + 11)
+        await self._leave(draw)
         groups = replica.pools[0].groups
         num_tokens = groups[0].block_size * (_LAST_COPIES // len(groups)) + 1
         prompt = [draw.randint(1, VOCABULARY - 1) for _ in range(num_tokens)]
@@ -136,6 +137,16 @@ class Stored:
         after = [_num_loads(stats) for stats in kinds]
         if can_load and any(was == now for was, now in zip(before, after, strict=True)):
             raise ViolationError("a prompt that a tier has is not loaded")
+
+    async def _leave(self, draw):
+        """Ask, and go away: what an abort publishes is stored, though no step follows."""
+        prompt = tuple([draw.randint(1, VOCABULARY - 1) for _ in range(draw.randint(1, 9))])
+        ask = Ask(-2, 0.0, prompt, max_tokens=20, ignores_eos=True)
+        asking = asyncio.ensure_future(self._replica.run.ask_alone(ask, self._replica))
+        await asyncio.wait([asking], timeout=draw.expovariate(300))
+        asking.cancel()
+        await asyncio.wait([asking])
+        await self._rest()
 
     async def _ask(self, prompt):
         ask = Ask(-1, 0.0, tuple(prompt), max_tokens=1, ignores_eos=True)
