@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol, final
 
@@ -81,7 +82,8 @@ class Folder:
     def start(self) -> None:
         """See `Segments.start`."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # it is a file, as `retake` says
+                self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from None
         self.retake()

@@ -30,7 +30,7 @@ from tests.simulation.plan import Ask
 from tests.simulation.tiers import BLOCK_BYTES
 
 _SLACK_S = 0.1  # of a deadline: a step is under way, or a rank is not asked yet
-_LONGEST_S = 2000.0  # many transfers that hang, one after another
+_LONGEST_S = 600.0  # many transfers that hang, one after another
 _POLL_S, _IDLE_S = 0.05, 1.0
 _FORGOTTEN_S = 61.0  # the longest pause of a tier whose device has failed
 _LAST_COPIES = 12  # of the last prompt: the smallest tier has room for 20

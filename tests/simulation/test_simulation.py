@@ -42,7 +42,7 @@ _FROM = {  # the first seed that shows a bug
     "GaplessFollower": 6, "ImpatientFollower": 0, "EarlyHistory": 91, "BlindEncoder": 31,
     "OneSpaceIndex": 31, "KeepingIndex": 3,
     "StartsBeforeItsBytesAreThere": 4, "LeavesOutTheEndOfALoad": 4,
-    "finds_what_other_salts_have": 7, "stores_what_is_reused": 28, "WaitsForEver": 382,
+    "finds_what_other_salts_have": 7, "stores_what_is_reused": 28, "WaitsForEver": 397,
     "KeepsTheBlocksOfTheAborted": 5, "RanksDecideAlone": 18, "OneRankDecides": 18,
     "ChoosesStoresByItsOwnTiers": 18, "TendsOneRankAlone": 18,
     "gives_each_request_the_turn_of_now": 0,
@@ -51,7 +51,7 @@ _FROM = {  # the first seed that shows a bug
     "WaitsForWhatWasGivenUp": 7, "StoresInStepsAlone": 2, "TrustsFailedSteps": 5,
     "TrustsTheStepBeforeTheLast": 323, "NeverLoads": 2, "SleepsThroughDeadlines": 7,
     "PublishesInSilence": 693, "TendsOnlyWhatIsBusy": 18, "stores_the_first_alone": 2,
-    "queues_nothing_again": 115, "stores_in_the_first_tier_alone": 5,
+    "queues_nothing_again": 28, "stores_in_the_first_tier_alone": 5,
     "stores_under_the_next_key": 2, "has_no_capacity_any_more": 2,
     "never_tries_a_disk_again": 58, "takes_a_failed_write_for_done": 111,
 }  # fmt: skip
