@@ -19,6 +19,7 @@ import kvcore
 from kvcore.events import node_hash
 from kvcore.tiers import key_of
 from model.async_engine import EngineState
+from model.control.submission import salted
 from tests.simulation.device import (
     VOCABULARY,
     ViolationError,
@@ -32,6 +33,8 @@ from tests.simulation.tiers import BLOCK_BYTES
 _SLACK_S = 0.1  # of a deadline: a step is under way, or a rank is not asked yet
 _LONGEST_S = 600.0  # many transfers that hang, one after another
 _POLL_S, _IDLE_S = 0.05, 1.0
+_LAST_SALT = "last"  # nothing of the last prompt is there before
+_LAST_NAMESPACE = salted(_LAST_SALT)
 _FORGOTTEN_S = 61.0  # the longest pause of a tier whose device has failed
 _LAST_COPIES = 12  # of the last prompt: the smallest tier has room for 20
 
@@ -121,13 +124,13 @@ class Stored:
         num_tokens = groups[0].block_size * (_LAST_COPIES // len(groups)) + 1
         prompt = [draw.randint(1, VOCABULARY - 1) for _ in range(num_tokens)]
         await self._ask(prompt)
-        keys = self._truth_of(prompt, kvcore.DEFAULT_NAMESPACE)
+        keys = self._truth_of(prompt, _LAST_NAMESPACE)
         self._check(frozenset(keys))
         await replica.engine.call(lambda engine: self._empty_pools())
         kinds = [one.stats for one in self.transfers]
         size = self.transfers[0].tiers._common
         usable = (len(prompt) - 1) // size * size
-        needed = self._truth_of(prompt[:usable], kvcore.DEFAULT_NAMESPACE)
+        needed = self._truth_of(prompt[:usable], _LAST_NAMESPACE)
         can_load = usable and all(
             any(all(map(tier.contains, needed)) for tier in one.tiers.tiers)
             for one in self.transfers
@@ -149,7 +152,7 @@ class Stored:
         await self._rest()
 
     async def _ask(self, prompt):
-        ask = Ask(-1, 0.0, tuple(prompt), max_tokens=1, ignores_eos=True)
+        ask = Ask(-1, 0.0, tuple(prompt), max_tokens=1, ignores_eos=True, salt=_LAST_SALT)
         how = await self._replica.run.ask_alone(ask, self._replica)
         if how != "length":
             raise ViolationError(f"the last prompt ends with {how}")
