@@ -1,7 +1,8 @@
 """An engine for asyncio: requests from one event loop, tokens to it, the engine on its own thread.
 
 Decides: when the two sides meet. What is asked of the engine waits in an inbox that is emptied
-before every step, so whatever is asked happens between two steps; what a step gives crosses to the
+before every step, so whatever is asked happens between two steps; an engine without requests waits
+there, until the next transfer is to be given up at the longest. What a step gives crosses to the
 loop in one call. An engine that computes takes the interpreter back before the loop is awake, again
 and again, so after a first token or an end it waits a moment for the loop to take them. And what a
 fault costs: the requests it meets, and no more if the engine still computes a token afterwards.
@@ -602,9 +603,11 @@ class AsyncEngine:
         """Do what is in the inbox, waiting for it if there is nothing else; False: it is over."""
         while True:
             try:
-                command = self._inbox.get(block=not engine.has_unfinished)
+                command = self._inbox.get(not engine.has_unfinished, engine.patience_s)
             except queue.Empty:
-                return True
+                if engine.has_unfinished:
+                    return True
+                command = _Command(_tend, _nothing)  # a transfer takes too long
             if command is None:
                 return False
             try:

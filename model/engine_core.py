@@ -280,6 +280,11 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.wake = wake
 
+    @property
+    def patience_s(self) -> float | None:
+        """The seconds after which `tend` is due without a wake; None: it is not. O(transfers)."""
+        return None if self.tiers is None else self.tiers.patience_s
+
     def tend(self) -> None:
         """Go on with transfers while no step runs. O(transfers and their blocks)."""
         if self.tiers is not None:
@@ -428,7 +433,10 @@ class EngineCore:
         """End a request now; whether it was unfinished. O(num_unfinished)."""
         self._streams.pop(request.request_id, None)
         self._runner.discard(request)
-        return self._scheduler.abort(request)
+        is_ended = self._scheduler.abort(request)
+        if self.tiers is not None and self.tiers.has_work and not self.has_unfinished:
+            self.tiers.wake()  # no step goes on with transfers, or stores what this has published
+        return is_ended
 
     def step(self) -> list[Output]:
         """Run one forward pass; return the tokens that were read, oldest chunk first.

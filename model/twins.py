@@ -115,8 +115,8 @@ class TwinCore(EngineCore):
         is_ended = super().abort(request)
         if is_ended:
             self._said.append(_Aborted(request.request_id))
-        if self.tiers is not None and self.tiers.is_busy and not self.has_unfinished:
-            self.tiers.wake()  # no step goes on with transfers
+            if self.tiers is not None and not self.has_unfinished:
+                self.tiers.wake()  # no step tells the others, where its KV may be on its way
         return is_ended
 
     def step(self) -> list[Output]:
@@ -141,7 +141,9 @@ class TwinCore(EngineCore):
 
     def tend(self) -> None:
         """As an engine's, on all ranks; while requests are unfinished, steps do it."""
-        if self.tiers is not None and self.tiers.is_busy and not self.has_unfinished:
+        if self.tiers is None or self.has_unfinished:
+            return
+        if self._said or self.tiers.has_work:
             self._tell(_Tended())
             super().tend()
 

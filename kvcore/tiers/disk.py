@@ -9,9 +9,15 @@ left for the copy.
 
 Invariants: the sizes of all segments together never exceed the capacity, also during a compaction
 and after a crash at any write; a record is found exactly if it is whole and of our meaning; one put
-moves at most a few segments. A device without space makes the tier smaller; a device that fails
-again and again, or a folder that is gone, turns it off. The index is made by reading the headers of
-all records at the start; payloads are checked when they are read. Safe for several threads.
+moves at most a few segments. The index is made by reading the headers of all records at the start;
+payloads are checked when they are read. Safe for several threads.
+
+Failures of the device are of three kinds. Without space the tier shrinks to what it holds. Where
+writes fail again and again, or the device has become read-only, nothing is stored, and the copies
+that are there are served. Where reads fail again and again, or a reset cannot empty the files, or
+a full device leaves room for nothing, the tier is off, and its index is empty. After a pause the
+next put takes the whole capacity again, and in the last two states the files, as a start does. Each
+further failure doubles the pause.
 
 No fsync: after a power failure the records of the last seconds may be missing, or wrong, which
 their checksums show. After a restart the order is that of writing.
@@ -21,8 +27,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import math
 import os
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final, SupportsIndex, final
 
@@ -49,7 +58,10 @@ _NUM_SEGMENTS: Final = 64
 _MAX_SEGMENT_BYTES: Final = 256 << 20
 _LEAST_SEGMENTS: Final = 8
 _MAX_FAILURES: Final = 8
+_FIRST_PAUSE_S: Final = 1.0
+_LAST_PAUSE_S: Final = 60.0
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -62,6 +74,41 @@ class _Segment:
 
 
 @final
+class _Pauses:
+    """The pauses before a device that has failed is tried again.
+
+    An episode is a run of failures, each within a pause's length of the try before it. In it each
+    pause is twice as long as the last, up to a minute.
+
+    Args:
+        now_s: a clock, in seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._pause_s = _FIRST_PAUSE_S
+        self._due_s = math.inf  # of the next try; infinite where none is planned
+        self._over_s = -math.inf  # when the episode is over, if nothing fails before
+
+    def begin(self) -> bool:
+        """Begin a pause, unless one runs; True: an episode begins with it. O(1)."""
+        if self._due_s < math.inf:
+            return False
+        now_s = self._now_s()
+        is_first = now_s >= self._over_s
+        self._pause_s = _FIRST_PAUSE_S if is_first else min(2 * self._pause_s, _LAST_PAUSE_S)
+        self._due_s = now_s + self._pause_s
+        return is_first
+
+    def end(self) -> bool:
+        """End a pause that has passed; True: there was one, and it is time to try. O(1)."""
+        if self._due_s == math.inf or (now_s := self._now_s()) < self._due_s:
+            return False
+        self._due_s, self._over_s = math.inf, now_s + self._pause_s
+        return True
+
+
+@final
 class DiskTier(IndexedTier[tuple[Header, int]]):
     """Copies in a folder.
 
@@ -71,6 +118,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         segment_bytes: the size of a segment; None: a 64th of the capacity, at most 256 MiB. At
             least one record has room in any case.
         segments: the files, for tests; None: those of `path`.
+        now_s: a clock, in seconds, for the pauses after failures.
 
     Attributes:
         name: "disk".
@@ -90,17 +138,25 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         *,
         segment_bytes: SupportsIndex | None = None,
         segments: Segments | None = None,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("disk", capacity_bytes)  # an entry: the header, and where it stands
+        self._path = os.fspath(path)
         self._files: Segments = Folder(path) if segments is None else segments
         self._segments: dict[int, _Segment] = {}
         self._active: int | None = None
         self._next_segment = 1
-        self._num_failures = 0
+        self._num_failed_reads = self._num_failed_writes = 0  # without a success since
+        self._pauses = _Pauses(now_s)
+        self._is_read_only = False  # writes fail, and are not tried
+        self._has_unmarked = False  # the files have evicted records that are not marked as dead
+        self._is_outdated = False  # a reset could not empty the files
         capacity = self.stats.capacity_bytes
         self._segment_bytes = min(capacity // _NUM_SEGMENTS, _MAX_SEGMENT_BYTES)
         if segment_bytes is not None:
             self._segment_bytes = as_int("segment_bytes", segment_bytes, 1)
+        self._whole = capacity, self._segment_bytes  # sizes while the device has space
+        self._least_bytes = RECORD_BYTES  # of the largest record
         self._meaning = Meaning(b"")
 
     def start(self, meaning: Meaning, largest: int) -> None:
@@ -115,6 +171,8 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
                 f"disk tier: wanted a capacity of at least {least:,} bytes for copies of "
                 f"{largest:,}, got {capacity:,}"
             )
+        self._whole = capacity, self._segment_bytes
+        self._least_bytes = RECORD_BYTES + largest
         self._files.start()
         try:
             self._scan()
@@ -146,20 +204,22 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         """See `Tier.put`. O(length), and amortised the same for compactions."""
         checksum = checksum_of(payload)
         with self._lock:
-            if epoch != self.epoch or not self.stats.is_enabled:
+            if epoch != self.epoch:
                 return False
+            if self._pauses.end():
+                self._try_again()
             if key in self._entries:
                 self._order.touch(key)
                 return True
             try:
-                has_room = self._make_room(RECORD_BYTES + len(payload))
-                if not has_room or not self.stats.is_enabled:
+                has_room = self._may_write and self._make_room(RECORD_BYTES + len(payload))
+                if not (has_room and self._may_write):  # making room may have failed
                     return False
                 self._append(key, payload, priority, checksum)
             except OSError as error:
-                self._note_failure(error)
+                self._note_failed_write(error)
                 return False
-            self._num_failures = 0
+            self._num_failed_writes = 0
             self._note_stored(len(payload))
             return True
 
@@ -167,12 +227,16 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         """See `Tier.forget`. Where that cannot be written, all is forgotten."""
         with self._lock:
             self.epoch += 1
+            if (
+                self._has_unmarked or not self.stats.is_enabled
+            ):  # the files have more than the index
+                self._clear()
             try:
                 for key, (header, _) in [*self._entries.items()]:
                     if header.number >= since or key in keys:
                         self._kill(key)
             except OSError as error:
-                self._note_failure(error)
+                self._note_failed_write(error)
                 self._clear()
 
     def clear(self) -> None:
@@ -183,19 +247,22 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
 
     def _clear(self) -> None:
         self._forget_all()
+        self._has_unmarked, self._is_outdated = False, not self.stats.is_enabled
         for number in [*self._segments]:
             try:
                 self._files.cut(number, 0)  # so that nothing is found if it cannot be deleted
                 self._delete(number)
             except OSError as error:
-                self._note_failure(error)
-                self.stats.is_enabled = False
+                self._note_failed_write(error)
+                self._turn_off("a reset cannot empty its files", error)
+                self._is_outdated = True
 
     def close(self) -> None:
         """See `Tier.close`."""
         with self._lock:
             self.epoch += 1
             self.stats.is_enabled = False
+            self._pauses = _Pauses(lambda: -math.inf)  # no try comes any more
             self._forget_all()
             self._files.close()
 
@@ -210,7 +277,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             try:
                 self._scan_segment(number, size)
             except OSError as error:  # its other records are out of reach, the rest is not
-                self._note_failure(error)
+                self._note_failed_read(error)
                 self._active = None
         self.stats.used_bytes = sum([segment.size for segment in self._segments.values()])
         for number in [*self._segments]:
@@ -300,7 +367,8 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         try:
             self._kill(key)
         except OSError as error:  # then a restart may find it again: it is whole, or a miss
-            self._note_failure(error)
+            self._note_failed_write(error)
+            self._has_unmarked = True
         return RECORD_BYTES + header.length
 
     def _kill(self, key: Key) -> None:
@@ -349,7 +417,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
                 payload = memoryview(data)[RECORD_BYTES:]
                 self._append(key, payload, header.priority, header.checksum, header.number)
             except OSError as error:  # the file is deleted all the same, to make room
-                self._note_failure(error)
+                self._note_failed_write(error)
         self._delete(number)
         return True
 
@@ -360,11 +428,11 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         try:
             data = self._files.read(header.segment, offset, RECORD_BYTES + header.length)
         except OSError as error:
-            self._note_failure(error)
+            self._note_failed_read(error)
             return None
+        self._num_failed_reads = 0
         fault = fault_of(data, header)
         if fault is None:
-            self._num_failures = 0
             return data
         self.stats.faults[fault] += 1
         return None
@@ -403,9 +471,10 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             self._active = None
             try:
                 self._files.cut(number, segment.size)
-            except OSError:
-                segment.size += size  # how much is there is unknown: at most that
-                self.stats.used_bytes += size
+            except OSError as error:
+                if segment.size or not isinstance(error, FileNotFoundError):  # else none was made
+                    segment.size += size  # how much is there is unknown: at most that
+                    self.stats.used_bytes += size
             if not segment.size:
                 self._discard(number)
             raise
@@ -436,16 +505,80 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         del self._segments[number]
         self.stats.used_bytes -= segment.size
 
-    def _note_failure(self, error: OSError) -> None:
-        """Count a failure: without space the tier shrinks to what it has, else it turns off."""
+    # Failures
+
+    @property
+    def _may_write(self) -> bool:
+        return self.stats.is_enabled and not self._is_read_only
+
+    def _note_failed_read(self, error: OSError) -> None:
+        """Count a read that failed; after some in a row the tier is off."""
+        self.stats.faults["failed"] += 1
+        self._num_failed_reads += 1
+        if self._num_failed_reads >= _MAX_FAILURES:
+            self._turn_off("its device cannot be read", error)
+
+    def _note_failed_write(self, error: OSError) -> None:
+        """Count a write that failed: without space the tier shrinks, after some it writes no more.
+
+        O(1).
+        """
         if error.errno in _FULL:
             self.stats.faults["full"] += 1
-            self.stats.capacity_bytes = min(self.stats.capacity_bytes, self.stats.used_bytes)
-            if self.stats.capacity_bytes < _LEAST_SEGMENTS * self._segment_bytes:
-                self._segment_bytes = max(self.stats.capacity_bytes // _LEAST_SEGMENTS, 1)
+            self._shrink(error)
             return
         self.stats.faults["failed"] += 1
-        self._num_failures += 1
-        if self._num_failures >= _MAX_FAILURES:
-            self.stats.is_enabled = False
-            self._forget_all()
+        self._num_failed_writes += 1
+        if self._num_failed_writes >= _MAX_FAILURES or error.errno == errno.EROFS:
+            self._is_read_only = True
+            self._pause("its device cannot be written, so nothing is stored", error)
+
+    def _shrink(self, error: OSError) -> None:
+        """Take no more bytes than the tier has now; without room for a copy, turn it off."""
+        stats, (whole, _) = self.stats, self._whole
+        stats.capacity_bytes = min(stats.capacity_bytes, stats.used_bytes)
+        if stats.capacity_bytes < _LEAST_SEGMENTS * self._segment_bytes:
+            self._segment_bytes = max(stats.capacity_bytes // _LEAST_SEGMENTS, 1)
+        if not self._entries and self._live_limit() < self._least_bytes:
+            self._turn_off("its device is full", error)
+        self._pause(f"its device is full at {stats.used_bytes:,} of {whole:,} bytes", error)
+
+    def _turn_off(self, what: str, error: OSError | TierError) -> None:
+        """Find nothing and take nothing until the next try."""
+        self.stats.is_enabled = False
+        self._forget_all()
+        self._pause(f"{what}, so it is off", error)
+
+    def _pause(self, what: str, error: OSError | TierError) -> None:
+        """Wait before the next try; log the first failure of an episode."""
+        if self._pauses.begin():
+            why = error.strerror if isinstance(error, OSError) else error
+            _log.warning("disk tier %s: %s (%s); it is tried again later", self._path, what, why)
+
+    def _try_again(self) -> None:
+        """Take the whole capacity again; after failed reads or writes the files, as a start does.
+
+        They may have been replaced meanwhile, or have come back. O(records).
+        """
+        self.stats.capacity_bytes, self._segment_bytes = self._whole
+        if self._may_write:
+            return
+        try:
+            self._files.retake()
+            if self._is_outdated:
+                for number in self._files.sizes():
+                    self._files.delete(number)
+        except (OSError, TierError) as error:
+            self._pause("its folder cannot be used", error)
+            return
+        self._forget_all()
+        self._segments, self._active = {}, None
+        self.stats.is_enabled, self._is_read_only = True, False
+        self._has_unmarked = self._is_outdated = False
+        self._num_failed_reads, self._num_failed_writes = 0, _MAX_FAILURES - 1
+        try:
+            self._scan()
+        except (OSError, TierError) as error:
+            self._turn_off("its folder cannot be read", error)
+        if self.stats.is_enabled:
+            _log.info("disk tier %s: its device can be used again", self._path)

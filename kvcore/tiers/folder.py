@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol, final
 
@@ -34,6 +35,14 @@ class Segments(Protocol):
 
         Raises:
             TierError: it cannot have them.
+        """
+        ...
+
+    def retake(self) -> None:
+        """Take the files again after failures: they may have gone, been replaced, or come back.
+
+        Raises:
+            TierError: it cannot have them; those that it had it keeps.
         """
         ...
 
@@ -82,13 +91,28 @@ class Folder:
                 "none; keep copies in host memory"
             )
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # it is a file, as `retake` says
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from None
+        self.retake()
+
+    def retake(self) -> None:
+        """See `Segments.retake`. A path that was removed is not made again.
+
+        It may be where a device was mounted that is gone.
+        """
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
             if self.path.is_symlink() or self.path.stat().st_uid != os.geteuid():
                 raise TierError(f"disk tier: {self.path} is a link, or belongs to another user")
             self.path.chmod(0o700)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
         except OSError as error:
-            raise TierError(f"disk tier: {self.path} cannot be used: {error.strerror}") from None
+            raise self._unusable(error) from None
+        if self._lock is not None and os.path.sameopenfile(lock, self._lock):
+            os.close(lock)
+            return
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -98,7 +122,11 @@ class Folder:
                     f"disk tier: {self.path} is in use by another process"
                 ) from None
             raise TierError(f"disk tier: {self.path} {error.strerror}") from None
+        self.close()
         self._lock = lock
+
+    def _unusable(self, error: OSError) -> TierError:
+        return TierError(f"disk tier: {self.path} cannot be used: {error.strerror}")
 
     def sizes(self) -> dict[int, int]:
         """See `Segments.sizes`. Files with other names are not looked at."""

@@ -40,14 +40,15 @@ class TierStats:
     Attributes:
         num_records: copies that it has now.
         used_bytes: bytes that it takes up now.
-        capacity_bytes: the most that it may take up; less than was asked for on a full device.
+        capacity_bytes: the most that it may take up; less than was asked for while its device is
+            full.
         num_hits: copies that were returned.
         num_stored: copies that were written.
         num_evicted: copies that gave way to others.
         read_bytes: bytes of the copies returned.
         written_bytes: bytes of the copies written.
         faults: the number of records that were not served or not written, by kind.
-        is_enabled: False once its device has failed for good: then nothing is found.
+        is_enabled: False while its device fails, or is full and holds none: then nothing is found.
     """
 
     num_records: int = 0

@@ -145,6 +145,11 @@ class TierManager:
         pieces = self._state.num_blocks if is_state and self._state is not None else 1
         return pieces * self._block_bytes
 
+    @property
+    def num_published(self) -> int:
+        """The published blocks that wait for `begin_store`. O(1)."""
+        return len(self._published)
+
     # What the pool reports
 
     def published(self, blocks: list[Block]) -> None:

@@ -326,6 +326,20 @@ class TierTransfers:
         """Whether anything is on its way. O(1)."""
         return bool(self._loads or self._stores or self._asking)
 
+    @property
+    def has_work(self) -> bool:
+        """True while a transfer has a thread, if given up too, or a block is to be stored. O(1)."""
+        return self.is_busy or bool(self._given_up or self.tiers.num_published)
+
+    @property
+    def patience_s(self) -> float | None:
+        """The seconds until `tend` is due though nothing wakes it; None: it is not. O(stores)."""
+        now_s = self._host.now_s()
+        waits_s = [store.deadline_s - now_s for store in self._stores]
+        if self._given_up and self._ranks is not None:
+            waits_s.append(_STORE_DEADLINE_S)  # nothing wakes this rank when another one is done
+        return max(0.0, min(waits_s)) if waits_s else None
+
     # What has failed
 
     def note_start(self, request: Request) -> None:

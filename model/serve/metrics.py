@@ -62,7 +62,7 @@ _OF_A_TIER: tuple[tuple[_Kind, str, str, str], ...] = (
     (
         GaugeMetricFamily,
         "enabled",
-        "0 once its device failed, or while its peer is away.",
+        "0 while its device fails or its peer is away.",
         "is_enabled",
     ),
 )

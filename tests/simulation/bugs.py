@@ -6,6 +6,7 @@ them proves nothing.
 """
 
 import asyncio
+import dataclasses
 from array import array
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -14,11 +15,12 @@ from unittest import mock
 
 from kvcore import KVCacheManager, wire
 from kvcore.identity.block_hash import digest
-from kvcore.tiers import StoreJob, tier_manager
+from kvcore.tiers import DiskTier, HostTier, StoreJob, TierManager, disk, tier_manager
 from kvcore.wire import publisher, subscriber
 from model import async_engine
 from model.async_engine import AsyncEngine, EngineState
 from model.cluster.router import Router, Ticket
+from model.control import admission
 from model.control.clients import FairLimit, FairOrder
 from model.control.scheduler import Scheduler
 from model.control.tier_transfers import TierTransfers
@@ -31,6 +33,9 @@ from tests.model.control import test_scheduler_sabotage as scheduler_sabotage
 
 BUGS = {}
 _own_hash_before = tier_manager._Run._hash_before
+_own_transfer_back = admission._transfer_back
+_own_begin_store, _own_finish_store = TierManager.begin_store, TierManager.finish_store
+_own_run, _own_host_put, _own_write = StoreJob.run, HostTier.put, DiskTier._write
 _UNSALTED = KVCacheManager(2, 1).open([0]).namespace_key
 
 
@@ -585,6 +590,195 @@ def finds_what_other_salts_have(self):
 @replaces(StoreJob, "cancel")
 def stores_what_is_reused(self):
     """A store goes on when its blocks have been given back."""
+
+
+@replaces(admission, "_transfer_back")
+def swaps_back_in_reverse(request, copy, lease):
+    """A request that was swapped out gets its blocks in another order."""
+    transfer = _own_transfer_back(request, copy, lease)
+    return dataclasses.replace(transfer, block_ids=transfer.block_ids[::-1])
+
+
+@replaces(admission, "_transfer_back")
+def swaps_back_from_the_begin(request, copy, lease):
+    """Of a copy the first blocks are restored where its begin was found in the cache."""
+    transfer = _own_transfer_back(request, copy, lease)
+    places, ranges = [], transfer.ranges
+    for (first, stop), (_, end) in zip(copy.places, ranges, strict=True):
+        begin = end - (stop - first)
+        places.append((begin, begin + len(range(*ranges[len(places)]))))
+    return dataclasses.replace(transfer, ranges=tuple(places))
+
+
+@bug("tiers")
+class StoresNothing(TierTransfers):
+    """What is published is never stored."""
+
+    def store(self, now_s):
+        pass
+
+
+class _Nowhere:
+    """A queue that nothing comes out of."""
+
+    def put(self, run):
+        pass
+
+
+@bug("tiers")
+class LosesStores(TierTransfers):
+    """Every third store is lost on the way to its thread."""
+
+    num_asked = 0
+
+    def store(self, now_s):
+        queues, self.num_asked = self._queues, self.num_asked + 1
+        if self.num_asked % 3 == 0:
+            self._queues = queues[0], _Nowhere()
+        super().store(now_s)
+        self._queues = queues
+
+
+@bug("tiers")
+class LateStoresCountAsDone(TierTransfers):
+    """What was not stored in time is never stored."""
+
+    def _settle_store(self, store, state):
+        store.job.is_done |= state == 0
+        finish = self.tiers.finish_store
+        self.tiers.finish_store = lambda job, **_: finish(job, is_done=True)
+        super()._settle_store(store, state)
+        self.tiers.finish_store = finish
+
+
+@bug("tiers")
+class WaitsForWhatWasGivenUp(TierTransfers):
+    """After four stores that hang nothing is stored any more."""
+
+    def settle(self):
+        given_up = self._given_up
+        has_ended = super().settle()
+        self._given_up = [*dict.fromkeys([*given_up, *self._given_up])]
+        return has_ended
+
+
+@bug("tiers")
+class StoresInStepsAlone(TierTransfers):
+    """What is left when the last step is over waits for the next request."""
+
+    def tend(self):
+        self.settle()
+
+
+@bug("tiers")
+class TrustsFailedSteps(TierTransfers):
+    """Copies of what a failed step has written stay."""
+
+    def distrust_steps(self):
+        self.tiers.reset(self.tiers.marks())
+
+
+@bug("tiers")
+class TrustsTheStepBeforeTheLast(TierTransfers):
+    """With asynchronous scheduling the step that fails is the one before the last."""
+
+    def distrust_steps(self):
+        self.tiers.reset(self._step_marks[-1])
+
+
+@bug("tiers")
+class NeverLoads(TierTransfers):
+    """What is stored is never read (eugr/spark-vllm-docker#373)."""
+
+    def begin(self, request):
+        request.has_asked_tiers = True
+        return False
+
+
+@bug("core")
+class SleepsThroughDeadlines(EngineCore):
+    """An idle engine holds the blocks of a store that hangs until it ends."""
+
+    patience_s = None
+
+
+@bug("core")
+class PublishesInSilence(EngineCore):
+    """What a request publishes when it is aborted is not stored until the next step."""
+
+    def abort(self, request):
+        woken, self.tiers = self.tiers, None
+        try:
+            return super().abort(request)
+        finally:
+            self.tiers = woken
+
+
+@bug("twin")
+class TendsOnlyWhatIsBusy(TwinCore):
+    """Stores that were given up keep others from being begun while no step runs."""
+
+    def tend(self):
+        if self.tiers is not None and self.tiers.is_busy:
+            super().tend()
+
+
+@replaces(TierManager, "begin_store")
+def stores_the_first_alone(self):
+    """What a store has no room for is forgotten."""
+    job = _own_begin_store(self)
+    self._published.clear()
+    return job
+
+
+@replaces(TierManager, "finish_store")
+def queues_nothing_again(self, job, *, is_done=None):
+    """A store that is given up takes its contents along."""
+    _own_finish_store(self, job, is_done=is_done)
+    for block in job.lease.blocks:
+        self._published.pop(block, None)
+
+
+@replaces(StoreJob, "run")
+def stores_in_the_first_tier_alone(self):
+    """The disk is never written where there is host memory."""
+    self._tiers = self._tiers[:1]
+    _own_run(self)
+
+
+@replaces(StoreJob, "run")
+def stores_under_the_next_key(self):
+    """A copy holds what another one should."""
+    keys = [part.key for part in self.parts]
+    self.parts = tuple([
+        dataclasses.replace(part, key=key)
+        for part, key in zip(self.parts, keys[1:] + keys[:1], strict=True)
+    ])  # fmt: skip
+    _own_run(self)
+
+
+@replaces(HostTier, "put")
+def has_no_capacity_any_more(self, key, payload, priority, epoch):
+    """After some copies the capacity is 0, and nothing says so."""
+    if self.stats.num_stored >= 3:
+        self.stats.capacity_bytes = 0
+    return _own_host_put(self, key, payload, priority, epoch)
+
+
+@replaces(disk._Pauses, "end")
+def never_tries_a_disk_again(self):
+    """A disk that was full for a moment stays as small as it was then."""
+    return False
+
+
+@replaces(DiskTier, "_write")
+def takes_a_failed_write_for_done(self, number, pieces, size):
+    """A copy can be found although its bytes could not be written (mooncake#3741)."""
+    try:
+        _own_write(self, number, pieces, size)
+    except OSError:
+        if number not in self._segments:
+            raise
 
 
 _OF_THE_SCHEDULER = (

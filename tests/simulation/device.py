@@ -2,7 +2,8 @@
 
 The digest of a token depends on the namespace of its text and on all tokens before it; the next
 token follows from it, half of the time as the next in a circle, so that texts repeat themselves and
-draft tokens are accepted. The memory keeps for every slot the digest that was computed into it.
+draft tokens are accepted. The memory keeps for every slot the digest that was computed into it, in
+each layer group another one.
 Before a chunk is computed, every block that its first token sees is compared with the digests of
 its own text: a stale, foreign or missing read is a violation at once.
 """
@@ -37,6 +38,27 @@ def digest(before, token):
     """The digest of a token behind another one; its low bits are the token."""
     found = ((before ^ (token + 1)) * 0x9E3779B97F4A7C15) & _MASK
     return (found ^ (found >> 29)) & -VOCABULARY | token
+
+
+def digests_of(tokens, namespace):
+    """The digest of each token of a text."""
+    found, digests = seed_of(namespace), []
+    for token in tokens:
+        found = digest(found, token)
+        digests.append(found)
+    return digests
+
+
+def in_group(number, found):
+    """What a layer group keeps of a token with this digest."""
+    return found | number << 64
+
+
+def contents_of(number, group, digests):
+    """What the blocks of a full block of a layer group hold, from the digests of its tokens."""
+    if isinstance(group, kvcore.RecurrentState):
+        return [(piece, digests[-1]) for piece in range(group.num_blocks)]
+    return [[in_group(number, found) for found in digests]]
 
 
 def next_token(found):
@@ -141,7 +163,13 @@ class Device(SlotMemory):
         self._texts = {}  # request_id -> digests of its tokens, those on the device included
         self._drawn = {}  # request_id -> its newest token
         self._written = []  # slots, by the steps that were not read when the last one was sent
+        self.num_sent = 0  # steps
+        self.tiers = None  # has copies of blocks: it hears of slots that turn out to be spoilt
         self._done_s = 0.0
+
+    def mend(self):
+        """Fail no more."""
+        self._faults.end()
 
     def can_defer_read(self, sampling):
         return self.is_async and len(sampling) <= self._most_deferred
@@ -157,6 +185,7 @@ class Device(SlotMemory):
         if self._faults.step_fails():
             self._spoil(step)
             self._fail()
+        self.num_sent += 1
         self._written.append([])
         rows, ahead, num_tokens = {}, [], 0
         for chunk in step.chunks:
@@ -186,12 +215,14 @@ class Device(SlotMemory):
             raise ViolationError(f"{request!r}: a chunk to {stop} of {len(found)} tokens")
         self.num_computed += chunk.num_tokens
         sequence, slots, written = request.running_sequence, self.slots, self._written[-1]
-        for group, table in zip(self._kv.groups, sequence.tables, strict=False):
+        groups = zip(self._kv.groups, sequence.tables, strict=False)
+        for number, (group, table) in enumerate(groups):
             ids = table.block_ids
-            self._read(request, ids, group.first_visible(start), start, found)
+            kept = [in_group(number, one) for one in found] if number else found
+            self._read(request, ids, group.first_visible(start), start, kept)
             for place in range(start, stop):
                 slot = ids[place // size] * size + place % size
-                slots[slot] = found[place]
+                slots[slot] = kept[place]
                 written.append(slot)
         if sequence.state is not None:
             self._advance(request, start, found[: start + chunk.num_known])
@@ -232,6 +263,7 @@ class Device(SlotMemory):
             raise ViolationError(f"{request!r}: its token {start} reads a state not its own")
         for piece, block_id in enumerate(written):
             self.slots[block_id * self.size] = (piece, found[-1])
+            self._written[-1].append(block_id * self.size)
 
     def _spoil(self, step):
         """Nothing is known of what a step that fails when it is sent writes."""
@@ -242,9 +274,11 @@ class Device(SlotMemory):
 
     def _fail(self):
         """Fail: nor of what was written by a step that was not read."""
-        for slots in self._written:
+        for age, slots in enumerate(reversed(self._written)):
             for slot in slots:
                 self.slots[slot] = "spoilt"
+                if self.tiers is not None:
+                    self.tiers.spoil(slot, self.num_sent - age)
         raise DeviceError("the device failed")
 
 

@@ -52,11 +52,13 @@ class Connection:
 
     Args:
         app: the application.
+        host: its process.
         body: what is sent, as JSON.
         pause_s: how long the client takes for each piece.
     """
 
-    def __init__(self, app, path, body, pause_s=0.0):
+    def __init__(self, app, host, path, body, pause_s=0.0):
+        self._host = host
         self._incoming = asyncio.Queue()
         self._outgoing = asyncio.Queue(maxsize=2)
         self._pause_s = pause_s
@@ -91,17 +93,22 @@ class Connection:
             getting.cancel()
 
     async def close(self):
-        """Go away, whether all has come or not, and wait until the server has seen it."""
+        """Go away, whether all has come or not, and wait until the server has seen it.
+
+        A process that was killed sees nothing: what it was doing is over.
+        """
         self._incoming.put_nowait({"type": "http.disconnect"})
         while not self.serving.done():
+            if self._host.is_killed:
+                self.serving.cancel()
             while not self._outgoing.empty():
                 self._outgoing.get_nowait()
             await asyncio.wait([self.serving], timeout=0.001)
 
 
-async def complete(app, body, pause_s=0.0):
+async def complete(app, host, body, pause_s=0.0):
     """Ask for completions: `(number of the sample, text, finish_reason)` as they come."""
-    connection = Connection(app, "/v1/completions", body, pause_s)
+    connection = Connection(app, host, "/v1/completions", body, pause_s)
     try:
         raw = b""
         async for piece in connection.pieces():

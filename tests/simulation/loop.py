@@ -235,11 +235,11 @@ class SimulatedQueue:
         self._loop.wake(self._waiters)
 
     def get(self, block=True, timeout=None):
-        assert timeout is None
+        until_s = None if timeout is None else self._loop.now + timeout
         while not self._items:
-            if not block:
+            if not block or (until_s is not None and self._loop.now >= until_s):
                 raise Empty
-            self._loop.park(self._waiters)
+            self._loop.park(self._waiters, until_s)
         return self._items.popleft()
 
     def get_nowait(self):

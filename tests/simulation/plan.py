@@ -41,6 +41,11 @@ class Features:
         is_mixed = 0 < self.most_deferred < self.max_num_seqs and not self.drafts
         return is_mixed and self.num_ranks == 1 and self.caches
 
+    def stores_what_is_not_read(self):
+        """Whether tiers may copy what a step has written before its tokens are read."""
+        is_late = self.most_deferred > 0 and not self.drafts
+        return is_late and self.num_ranks == 1 and bool(self.tiers)
+
     def groups(self):
         """The layer groups of its allocator."""
         made = {
@@ -171,6 +176,8 @@ def draw_plan(seed, *, faulty=True):
     faults = _draw_faults(draw, at_s, features) if faulty else ()
     if faulty and features.reads_some_at_once() and again.random() < 0.5:
         faults += tuple([Fault("read", again.randint(2, 40)) for _ in range(2)])
+    if faulty and features.stores_what_is_not_read() and again.random() < 0.7:
+        faults += tuple([Fault("read", again.randint(2, 80)) for _ in range(6)])
     return Plan(seed, features, tuple(asks), faults)
 
 

@@ -3,7 +3,6 @@
 It checks itself after steps and when it is idle; `world.py` has the rules of a whole run.
 """
 
-import asyncio
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,12 +33,14 @@ from tests.simulation.device import (
 from tests.simulation.http import serve
 from tests.simulation.loop import SimulatedHost
 from tests.simulation.ranks import make_groups
-from tests.simulation.tiers import HANGS_S, make_tiers
+from tests.simulation.stored import Stored
+from tests.simulation.tiers import make_tiers
 
+_PREEMPT_CHANCE = 0.5
 _CHECK_CHANCE = 0.01  # of a step; a run that fails is repeated with all of them checked
 _MOST_ABSENT = 25  # steps, until what a client has left must be gone
-_MOST_BUSY = 600  # the same while tiers have blocks: a store may hang for a second
 _MOST_STILL = 6  # steps in which the first in order may stand still, copies and reads included
+_MOST_BUSY_S = 5.0  # the same while tiers have blocks: four stores may hang, each for a second
 PATIENCE_S = 0.02  # as _MOST_ABSENT
 
 
@@ -64,14 +65,25 @@ class Faults:
         self.num_draws += 1
         return self.num_draws - 1 in self.logits
 
+    def end(self):
+        """Nothing goes wrong any more."""
+        self.step = self.read = self.logits = frozenset()
+
 
 class Checked:
     """A mixin before the class of an engine: checks the replica after each step."""
 
     replica = None
 
+    def submit(self, asked):
+        """As the engine's."""
+        self.replica.stored.note(asked)
+        return super().submit(asked)
+
     def step(self):
         """As the engine's; an error that nobody has injected breaks a rule."""
+        if self.tiers is not None:
+            self.replica.let_transfers_go_on()
         try:
             outputs = super().step()
         except DeviceError:
@@ -98,9 +110,9 @@ class Order:
     def __init__(self, span):
         self._span = span
         self._waited, self._ran = frozenset(), frozenset()
-        self._first, self._num_still = None, 0
+        self._first, self._num_still, self._since_s = None, 0, 0.0
 
-    def check(self, running, waiting, *, is_whole, loading=(), is_busy=False):
+    def check(self, running, waiting, *, now_s, is_whole, loading=(), is_busy=False):
         """After a step; `is_whole`: the queues too, and not only what has changed.
 
         Those that are loading wait for their KV: others overtake them.
@@ -115,14 +127,8 @@ class Order:
                 if before is not None and before.order < request.order:
                     raise ViolationError(f"order: {request!r} overtakes {before!r}")
         first = min([*running[:1], *waits[:1]], key=lambda one: one.order, default=None)
-        state = first and (
-            first, first.status, first.num_computed_tokens, len(first.tokens),
-            first.num_preemptions, first.is_expecting,
-        )  # fmt: skip
-        self._num_still = self._num_still + 1 if first and state == self._first else 0
-        if self._num_still > (_MOST_BUSY if is_busy else _MOST_STILL):
-            raise ViolationError(f"order: {first!r} is the first, and stands still")
-        self._first, self._waited, self._ran = state, frozenset(waits), frozenset(running)
+        self._check_progress(first, now_s, is_busy)
+        self._waited, self._ran = frozenset(waits), frozenset(running)
         for queue in (running, waiting) if is_whole else ():
             for request, after in pairwise(queue):
                 if request.order > after.order:
@@ -134,6 +140,20 @@ class Order:
             if turn < turns.get(request.client, -math.inf) + 1 - 1e-6:
                 raise ViolationError(f"order: {request!r} has the turn of the one before it")
             turns[request.client] = turn
+
+    def _check_progress(self, first, now_s, is_busy):
+        """The first in order does not stand still for long."""
+        state = first and (
+            first, first.status, first.num_computed_tokens, len(first.tokens),
+            first.num_preemptions, first.is_expecting,
+        )  # fmt: skip
+        if not first or state != self._first:
+            self._num_still, self._since_s = 0, now_s
+        elif not is_busy:
+            self._num_still += 1
+        if self._num_still > _MOST_STILL or now_s - self._since_s > _MOST_BUSY_S:
+            raise ViolationError(f"order: {first!r} is the first, and stands still")
+        self._first = state
 
 
 class Replica:
@@ -157,14 +177,15 @@ class Replica:
         self._present = {}  # by client: how many samples it wants, and until when
         self._checks = Random(run.plan.seed + 3)
         self._order = Order(self.features.priority_span)
-        self.pools, self.devices, cores = [], [], []
+        self.pools, self.devices, self.cores = [], [], []
         groups = make_groups(self.host, features.num_ranks)
         for group in groups:
             core = self._make_core(group if len(groups) > 1 else None)
             core.replica = self
-            cores.append(core)
-        self.core = cores[0]
-        for follower in cores[1:]:
+            self.cores.append(core)
+        self.core = self.cores[0]
+        self.stored = Stored(self)
+        for follower in self.cores[1:]:
             self.host.start_thread("rank", partial(_follow, follower))
         self.engine = run.bug.get("front", AsyncEngine)(
             self.core, max_waiting=features.max_waiting, host=self.host,
@@ -224,6 +245,11 @@ class Replica:
         for attempt in self.attempts:
             attempt.cancel()
 
+    def let_transfers_go_on(self):
+        """Between two steps the threads of transfers may run: in a process they always do."""
+        if self._checks.random() < _PREEMPT_CHANCE:
+            self.run.loop.pause()
+
     def stepped(self):
         """A step is over."""
         engine, now = self.engine, self.run.loop.now
@@ -241,12 +267,14 @@ class Replica:
         limit = most_requests(limit, num_clients)
         if engine.num_open > limit:
             raise ViolationError(f"{engine.num_open} requests are open, the limit is {limit}")
+        self.stored.check_deadlines()
         is_checked = self.run.checks_all or self._checks.random() < _CHECK_CHANCE
         tiers = self.core.tiers
         loading, is_busy = ((), False) if tiers is None else (tiers.requests, tiers.is_busy)
         self._order.check(
             self.core.running,
             self.core.waiting,
+            now_s=now,
             is_whole=is_checked,
             loading=loading,
             is_busy=is_busy,
@@ -275,11 +303,8 @@ class Replica:
             await idle(self)
             with suppress(*([] if self.core.tiers is None else [NotServingError])):
                 await self.engine.call(lambda engine: None)  # else a fault is ending it just now
-            until_s = self.run.loop.now + 2 * max(HANGS_S)
-            while self.core.tiers is not None and self.core.tiers.is_busy:
-                await asyncio.sleep(0.1)  # a store may hang for half a minute
-                if self.run.loop.now > until_s:
-                    raise ViolationError("a store never ends while no step runs")
+            if self.core.tiers is not None:
+                await self.stored.settle()
             self._check_nothing_kept()
         if self.engine.health.state is EngineState.RECOVERING:
             raise ViolationError("the engine computes, and takes no requests")

@@ -13,6 +13,7 @@ from tests.kvcore.tiers.faulty_disk import READS, WRITES, FaultyDisk
 BLOCK_BYTES = 8
 PATIENCE_S = 0.004
 HANGS_S = 0.05, 30.0
+_AT_ONCE_S = 0.0001
 
 
 class Costs(TransferCosts):
@@ -43,6 +44,31 @@ class SlowTier:
     def __getattr__(self, name):
         return getattr(self._tier, name)
 
+    def mend(self):
+        """Its device fails no more, and has all its files again."""
+        if self._disk is not None:
+            self._disk.write_faults, self._disk.read_faults = [], []
+            self._disk.is_gone = False
+        self._disk = None
+
+    def held(self):
+        """The keys of its copies."""
+        return [*self._tier._entries]
+
+    def read(self, key, length):
+        """A copy, at once."""
+        return self._tier.get(key, length)
+
+    def keeps_retained(self):
+        """Whether some copies are retained: they may leave no room for others."""
+        return any(self._tier._order._priorities.values())
+
+    def has_unwritten(self):
+        """Whether a copy is found whose write has failed."""
+        files = getattr(self._tier, "_files", None)
+        places = self._tier._entries.values() if files is not None else ()
+        return any((header.segment, offset) in files.unwritten for header, offset in places)
+
     def get(self, key, length):
         self._pass(READS, "read_faults")
         return self._tier.get(key, length)
@@ -57,7 +83,9 @@ class SlowTier:
             getattr(self._disk, faults).append(draw.choice(kinds))
         if self._host.loop.is_thread():  # the loop never waits for a tier
             hangs = draw.random() < 0.002
-            self._host.loop.sleep(draw.choice(HANGS_S) if hangs else draw.expovariate(20_000))
+            took_s = draw.choice(HANGS_S) if hangs else draw.expovariate(20_000)
+            if took_s > _AT_ONCE_S:
+                self._host.loop.sleep(took_s)
 
 
 class TierDevice:
@@ -66,6 +94,8 @@ class TierDevice:
     def __init__(self, device, host, draw):
         self._device, self._host, self._draw = device, host, draw
         self._contents = []
+        self._reads = {}  # by block: when it was read, and the number of what it held
+        device.tiers = self
 
     def mark(self):
         return None
@@ -81,15 +111,34 @@ class TierDevice:
 
     def store(self, job, mark):
         del mark
-        self._host.loop.sleep(self._draw.expovariate(5_000))
+        took_s = self._draw.expovariate(5_000)
+        if took_s > _AT_ONCE_S:  # else it is done before the engine does anything more
+            self._host.loop.sleep(took_s)
         job.run()
 
     def gave_up(self):
         pass
 
     def read_block(self, block_id):
+        number = len(self._contents)
         self._contents.append(self._device.block(block_id))
-        return (len(self._contents) - 1).to_bytes(BLOCK_BYTES, "little")
+        self._reads.setdefault(block_id, []).append((self._device.num_sent, number))
+        return number.to_bytes(BLOCK_BYTES, "little")
+
+    def spoil(self, slot, since):
+        """A slot that the step `since` has written is worth nothing, nor are copies of it."""
+        block_id, place = divmod(slot, self._device.size)
+        for read_at, number in self._reads.get(block_id, ()):
+            if read_at >= since:
+                self._contents[number][place] = "spoilt"
+
+    def contents(self, payload, wanted):
+        """What the blocks of a copy held, as `contents_of` has it."""
+        numbers = [
+            payload[place : place + BLOCK_BYTES] for place in range(0, len(payload), BLOCK_BYTES)
+        ]
+        held = [self._contents[int.from_bytes(number, "little")] for number in numbers]
+        return held if isinstance(wanted[0], list) else [one[0] for one in held]
 
     def write_block(self, block_id, data):
         self._device.set_block(block_id, self._contents[int.from_bytes(data, "little")])
@@ -110,7 +159,7 @@ def make_tiers(plan, host, kv, device, kind=TierTransfers, group=None):
         tiers.append(SlowTier(HostTier(draw.choice((20, 2000)) * (BLOCK_BYTES + 512)), host, draw))
     if "disk" in names:
         disk = FaultyDisk()
-        made = DiskTier("", draw.choice((12_000, 200_000)), segments=disk)
+        made = DiskTier("", draw.choice((12_000, 200_000)), segments=disk, now_s=host.now_s)
         tiers.append(SlowTier(made, host, draw, disk if draw.random() < 0.5 else None))
     mover = TierDevice(device, host, draw)
     meaning = {"weights": "simulated", "rank": rank}

@@ -262,6 +262,10 @@ class Run:
             replica.attempts.pop(work, None)
             replica.expect(ask, self.loop.now + PATIENCE_S)
 
+    async def ask_alone(self, ask, replica):
+        """Ask a replica when no client does any more; how it ended."""
+        return await self._attempt(ask, replica, Heard(ask))
+
     def _submission(self, ask):
         params = SamplingParams(
             n=ask.num_samples, max_tokens=ask.max_tokens, ignore_eos=ask.ignores_eos, stop=ask.stop
@@ -301,7 +305,8 @@ class Run:
             "temperature": 0,
         }  # fmt: skip
         try:
-            async for number, text, reason in complete(replica.app, body, ask.pause_s):
+            pieces = complete(replica.app, replica.host, body, ask.pause_s)
+            async for number, text, reason in pieces:
                 if begun is not None:
                     begun()
                 heard.add(number, text, reason and FinishReason(reason))

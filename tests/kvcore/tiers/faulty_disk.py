@@ -26,6 +26,8 @@ class FaultyDisk:
     """Segments in memory. It outlives the process that uses it.
 
     `write_faults` and `read_faults` say what becomes of the next operations; None: they succeed.
+    `room`: the bytes that the device has for the files; None: any number. `refusal`: the error that
+    each change of a file raises, as on a read-only device; None: none.
     `crash`: how many operations that change files still succeed before the process dies, and the
     share of the next one that takes place; None: it lives.
     """
@@ -34,16 +36,20 @@ class FaultyDisk:
         self.files = {}
         self.write_faults = []
         self.read_faults = []
-        self.crash = None
+        self.crash = self.room = self.refusal = None
         self.late = []
         self.capacity = None
         self.is_gone = self.is_taken = self.is_undeletable = False
-        self.num_moved = 0
+        self.num_moved = self.num_changes = 0
+        self.unwritten = set()  # (number, offset) of writes that have failed
 
     def start(self):
         if self.is_taken:
             raise TierError("disk tier: in use by another process")
         self.is_taken = True
+
+    def retake(self):
+        self._check_changeable()
 
     def close(self):
         self.is_taken = False
@@ -64,8 +70,17 @@ class FaultyDisk:
         return {number: len(data) for number, data in self.files.items()}
 
     def write(self, number, offset, pieces):
-        self._check_there()
+        try:
+            self._write(number, offset, pieces)
+        except OSError:
+            self.unwritten.add((number, offset))
+            raise
+        self.unwritten.discard((number, offset))
+
+    def _write(self, number, offset, pieces):
+        self._check_changeable()
         data = b"".join(pieces)
+        self._check_room(number, offset, data)
         share = self._share()
         if share is not None:
             self._put(number, offset, data[: int(len(data) * share)])
@@ -122,7 +137,7 @@ class FaultyDisk:
         return data
 
     def cut(self, number, size):
-        self._check_there()
+        self._check_changeable()
         if number not in self.files:
             raise FileNotFoundError(errno.ENOENT, "no such segment")
         share = self._share()
@@ -132,7 +147,7 @@ class FaultyDisk:
             raise CrashedError
 
     def delete(self, number):
-        self._check_there()
+        self._check_changeable()
         if self.is_undeletable:
             raise OSError(errno.EPERM, "not permitted")
         if number not in self.files:
@@ -154,6 +169,16 @@ class FaultyDisk:
     def total(self):
         return sum(map(len, self.files.values()))
 
+    def _check_room(self, number, offset, data):
+        """Write as much as there is room for, and fail, unless there is room for all."""
+        if self.room is None:
+            return
+        grows = max(0, offset + len(data) - len(self.files.get(number, b"")))
+        missing = min(len(data), self.total + grows - self.room)
+        if missing > 0:
+            self._put(number, offset, data[:-missing])
+            raise OSError(errno.ENOSPC, "no space left")
+
     def _put(self, number, offset, data):
         file = self.files.setdefault(number, bytearray())
         file.extend(bytes(max(0, offset - len(file))))
@@ -161,6 +186,12 @@ class FaultyDisk:
         self.num_moved += len(data)
         if self.capacity is not None and self.total > self.capacity:
             raise BrokenError(f"P39: {self.total} bytes on a disk tier of {self.capacity}")
+
+    def _check_changeable(self):
+        self._check_there()
+        self.num_changes += 1
+        if self.refusal is not None:
+            raise OSError(self.refusal, "the device takes no changes")
 
     def _check_there(self):
         if self.is_gone:

@@ -5,6 +5,7 @@ key of a copy from `kvcore.block_hashes`, which knows nothing of tiers. It looks
 that enters or leaves a tier, at every block that a load has filled, and at every hit.
 """
 
+import errno
 import sys
 from functools import wraps
 
@@ -86,6 +87,8 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.tier, name)
 
+    num_puts = 0
+
     def put(self, key, payload, priority, epoch):
         wanted = self.machine.true_payloads.get(key)
         if wanted is None:
@@ -93,6 +96,7 @@ class Watched:
         if bytes(payload) != wanted:
             raise BrokenError("P38: stored after its block was reused, or before it was written")
         is_old = epoch != self.tier.epoch
+        self.num_puts += not is_old
         try:
             is_kept = self.tier.put(key, payload, priority, epoch)
         except CrashedError:
@@ -175,7 +179,13 @@ class TierMachine(RuleBasedStateMachine):
         self.loads, self.stores, self.namespaces = [], [], {}
         self.disk.capacity = None
         chosen = [
-            self.disk_tier("", capacity, segment_bytes=self.segment_bytes, segments=self.disk)
+            self.disk_tier(
+                "",
+                capacity,
+                segment_bytes=self.segment_bytes,
+                segments=self.disk,
+                now_s=lambda: self.now_s,
+            )
         ]
         if self.has_host:
             chosen.insert(0, self.host_tier(12 * (512 + 2 * NUM_BYTES)))
@@ -477,7 +487,8 @@ class TierMachine(RuleBasedStateMachine):
         self.disk.write_faults, self.disk.read_faults, self.disk.crash = [], [], None
         capacity = self.capacity if share == 1 else 8 * self.segment_bytes
         self.disk.is_undeletable = False
-        if self.disk.is_gone:
+        self.disk.room = self.disk.refusal = None
+        if self.disk.is_gone or self.on_disk._is_outdated:  # or its files are deleted by hand
             self.disk.files, self.disk.is_gone = {}, False
         self.disk.crash = crash
         try:
@@ -491,7 +502,7 @@ class TierMachine(RuleBasedStateMachine):
             raise BrokenError("P24: a restart has lost records that were whole")
         self.was_sound = True
 
-    was_sound, is_inside, num_restarts = True, False, 0
+    was_sound, is_inside, num_restarts, now_s = True, False, 0, 0.0
 
     @rule(left=st.integers(0, 12), share=st.sampled_from([0, 0.3, 0.5, 0.9, 1]))
     def the_process_is_to_die(self, left, share):
@@ -526,6 +537,34 @@ class TierMachine(RuleBasedStateMachine):
         self.restart(kind, self.weights, 1, lost)
         self.serve(new[1], salt, stores=True)
         self.restart("killed", self.weights, 1, 0)
+
+    @rule(
+        room=st.sampled_from([None, 0, 100, 300]),
+        refusal=st.sampled_from([None, errno.EROFS, errno.EIO, errno.EDQUOT]),
+    )
+    def the_device_fails_for_a_while(self, room, refusal):
+        """It has less space, or takes no changes."""
+        self.disk.room, self.disk.refusal = room, refusal
+        self.was_sound = False
+
+    @rule(seconds=st.sampled_from([0.5, 1, 4, 60]))
+    def time_passes(self, seconds):
+        self.now_s += seconds
+
+    @rule(tokens=PROMPTS)
+    @survives
+    def the_device_works_again(self, tokens):
+        """After a pause the tier has its whole capacity again."""
+        disk, tier = self.disk, next(one for one in self.tiers.tiers if one.name == "disk")
+        disk.room = disk.refusal = disk.crash = None
+        disk.write_faults, disk.read_faults = [], []
+        disk.is_undeletable = disk.is_gone = False
+        self.now_s += 61
+        before = tier.num_puts
+        self.serve(tokens, b"", stores=True)
+        is_whole = tier.stats.is_enabled and tier.stats.capacity_bytes == disk.capacity
+        if tier.num_puts > before and not is_whole:
+            raise BrokenError("P24: a device works again, and its tier is still small, or off")
 
     @rule(shift=st.integers(1, 3), cut=st.integers(0, 200))
     def another_process_leaves_files(self, shift, cut):

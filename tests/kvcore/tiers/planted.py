@@ -54,7 +54,7 @@ plant("stores_hold_no_blocks", "P38", "late_stores", tier_manager.TierManager, "
       'self.kv.leases.begin([*blocks], "store", "tiers", None)',
       'self.kv.leases.begin([], "store", "tiers", None)')  # fmt: skip
 plant("stores_go_on_after_a_reset", "P38", "resets", disk.DiskTier, "put",
-      "if epoch != self.epoch or not", "if not")  # fmt: skip
+      "if epoch != self.epoch:", "if False:")  # fmt: skip
 # vllm#32255: a load goes on into blocks that another request has.
 plant("jobs_go_on_when_they_are_given_up", "P38", "waits", jobs._Job, "cancel",
       "self._is_cancelled = True", "pass")  # fmt: skip
@@ -82,6 +82,15 @@ plant("half_a_write_is_not_counted", "P39", "half_writes", disk.DiskTier, "_writ
       "self._files.cut(number, segment.size)", "pass")  # fmt: skip
 plant("host_memory_is_counted_without_its_keys", "P39", "restarts", host.HostTier, "_drop",
       "len(payload) + ENTRY_BYTES", "len(payload) + 2 * ENTRY_BYTES")  # fmt: skip
+
+# A device that fails for a while costs the tier for a while.
+
+plant("a_full_device_costs_the_capacity_for_good", "P24", "device_fails", disk._Pauses, "end",
+      "if self._due_s == math.inf or", "if True or")  # fmt: skip
+plant("a_device_that_comes_back_is_counted_as_empty", "P39", "device_fails", disk.DiskTier,
+      "_try_again", "self._scan()", "self.stats.used_bytes = 0")  # fmt: skip
+plant("what_a_reset_could_not_delete_comes_back", "P37", "device_fails", disk.DiskTier,
+      "_try_again", "if self._is_outdated:", "if False:")  # fmt: skip
 
 # Every wait ends.
 

@@ -3,6 +3,8 @@
 Each is hunted with the rules of the machine, in stories that a tier meets in its life.
 """
 
+import errno
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -89,6 +91,22 @@ def fails_for_good(life):
         life.the_disk_misbehaves([], [kind], undeletable=True, lands=False)
         life.churn([0, 1, 2, 3])
         come_back(life)
+
+
+def device_fails(life):
+    for room, refusal in ((0, None), (300, None), (None, errno.EROFS), (None, errno.EIO)):
+        for resets in (False, True):
+            life.churn([0, 4, 5])
+            life.the_device_fails_for_a_while(room, refusal)
+            life.churn([1, 2, 3])
+            life.the_disk_misbehaves([], ["failed"] * 9, undeletable=False, lands=False)
+            life.churn([0, 4, 5])
+            if resets:
+                life.reset()
+            life.the_device_works_again(prompt(15, 0))
+            life.churn([0, 4, 5])
+            life.churn([6, 7, 8, 9])
+            life.churn([1, 2, 3])
 
 
 def dies(life):
@@ -243,8 +261,8 @@ PEER_STORIES = (
 
 STORIES = (  # the short ones find most
     restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
-    stored_again_after_a_reset, steps_fail, fails_for_good, dies, fills_up, half_writes,
-    keeps_what_is_used, outlives_its_copies,
+    stored_again_after_a_reset, steps_fail, fails_for_good, device_fails, dies, fills_up,
+    half_writes, keeps_what_is_used, outlives_its_copies,
 )  # fmt: skip
 
 
