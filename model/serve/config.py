@@ -7,6 +7,7 @@ Does not know: FastAPI, the engine.
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from model.errors import UsageError, shown
 from model.pace import STREAM_SHARE
 
 _API_KEY = "KVCORE_API_KEY"
+_KEY = re.compile(r"[!-~]+")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 _FAMILIES = {
     "hermes": "qwen3", "qwen3": "qwen3", "deepseek_r1": "qwen3", "gemma4": "gemma4",
     "qwen3_coder": "qwen3_5", "qwen3_xml": "qwen3_5",
@@ -151,6 +154,18 @@ class ServeConfig:
         check_settings(self)
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", _template(self.chat_template))
+        for number, key in enumerate(self.api_keys, 1):
+            if _KEY.fullmatch(key) is None:  # the key is a secret: it is not shown
+                raise UsageError(
+                    f"--api-key (or ${_API_KEY}): wanted printable ASCII characters without "
+                    f"spaces, which a header can hold, got others in key number {number}"
+                )
+        for origin in self.allow_origins:
+            if _ORIGIN.fullmatch(origin) is None:
+                raise UsageError(
+                    f"--allow-origin: wanted * or an origin as browsers send it, in lower case and "
+                    f"without a path, such as http://localhost:3000, got {shown(origin)}"
+                )
 
     @property
     def template_options(self) -> dict[str, object]:
