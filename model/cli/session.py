@@ -25,7 +25,7 @@ from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
 from model.cli.signals import StopRequest, stopping
-from model.cli.start import input_errors, start, warm_up
+from model.cli.start import COMPILING, input_errors, start, warm_up
 from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
@@ -86,7 +86,8 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
             is_exact=options.output.verify,
         )
     prompts = _encode(model, specs, options.engine)
-    engine = _engine(options, model, backend, specs, prompts)
+    with telling(COMPILING):
+        engine = _engine(options, model, backend, specs, prompts)
     if isinstance(engine, TwinEngine) and not engine.leads:
         return _follow(model, engine)
     requests = _queue(engine, specs, prompts)
@@ -100,7 +101,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
     say(engine.describe_memory())
     if not engine.memory.holds_all:
         say(_preemption(engine))
-    with telling("compiling kernels (the first time on a machine takes longest)"):
+    with telling(COMPILING):
         started = time.perf_counter()
         how = warm_up(engine)
     say(f"network: {how}; ready after {time.perf_counter() - started:.1f} s")

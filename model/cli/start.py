@@ -21,6 +21,7 @@ import backends
 import kvcore
 from model.cli.options import ModelOptions
 from model.cli.prefetch import may_share_compiling
+from model.cli.progress import telling
 from model.cli.signals import stopping
 from model.compile.compile_processes import compile_processes
 from model.compile.piecewise import start_compiler
@@ -40,6 +41,9 @@ _BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     kvcore.InvalidArgumentError,
     kvcore.OutOfBlocksError,
 )
+
+COMPILING = "compiling kernels (the first time on a machine takes longest)"
+"""The work between the weights and the first request, for `telling`."""
 
 Load = Callable[[str, torch.device, torch.dtype, Ranks | None], LoadedModel]
 _load = partial(load_model, once=pass_once)
@@ -156,19 +160,21 @@ def make_engine(
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
+    told = nullcontext if options.follows else telling
     with input_errors(), ExitStack() as failed:
         failed.callback(compile_processes().close)
-        model, backend = start(
-            options.path,
-            options.backend,
-            options.dtype,
-            draft_name=config.draft_model,
-            num_ranks=options.tp,
-            expert_parallel=options.expert_parallel,
-            config=config,
-            load=load,
-        )
-        with uncollected():  # `warm_up` collects once
+        with told(f"loading {options.path}"):
+            model, backend = start(
+                options.path,
+                options.backend,
+                options.dtype,
+                draft_name=config.draft_model,
+                num_ranks=options.tp,
+                expert_parallel=options.expert_parallel,
+                config=config,
+                load=load,
+            )
+        with uncollected(), told(COMPILING):  # `warm_up` collects once
             with part_of_start("probes and caches"):  # and, on a GPU, all that is compiled
                 engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
             if expects_grammars:

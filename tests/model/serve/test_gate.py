@@ -75,7 +75,9 @@ def test_without_a_key_nothing_is_answered_but_how_the_server_is(client, shown):
     ],
 )
 @pytest.mark.parametrize("parse", [parse_args, cluster_args.parse_args])
-def test_a_key_that_no_header_can_hold_is_refused_at_the_start(monkeypatch, parse, argv, variable, named):
+def test_a_key_that_no_header_can_hold_is_refused_at_the_start(
+    monkeypatch, parse, argv, variable, named
+):
     if variable is not None:
         monkeypatch.setenv("KVCORE_API_KEY", variable)
     with pytest.raises(UsageError, match=named):
@@ -100,7 +102,8 @@ def test_an_empty_key_is_never_the_key_even_where_a_configuration_has_one(monkey
 
 
 @pytest.mark.parametrize(
-    "origin", ["foo", "", " ", "example.org", "https://example.org/", "https://Example.org", "http:"]
+    "origin",
+    ["foo", "", " ", "example.org", "https://example.org/", "https://Example.org", "http:"],
 )
 def test_an_origin_that_no_browser_sends_is_refused(origin):
     with pytest.raises(UsageError, match=r"--allow-origin: wanted \* or an origin .* got '"):
