@@ -10,12 +10,16 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from model.control.settings import check_settings, setting
 from model.errors import UsageError, shown
 from model.pace import STREAM_SHARE
+
+if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from model.engine_core import EngineCore
 
 _API_KEY = "KVCORE_API_KEY"
 _KEY = re.compile(r"[!-~]+")
@@ -55,6 +59,12 @@ class ServeConfig:
         None,
         help="chat template: a file, or the template itself (default: the model's own)",
         metavar="PATH_OR_TEXT",
+    )
+    generation_config: Literal["auto", "vllm"] = setting(
+        "auto",
+        help="defaults of temperature, top_k, top_p, min_p, repetition_penalty and, in chats, "
+        "max_tokens; auto: what the model's generation_config.json recommends; vllm: those of "
+        "OpenAI's interface, as vLLM's flag of this name has it",
     )
     tool_call_parser: Literal["hermes", "qwen3", "qwen3_coder", "qwen3_xml", "gemma4"] | None = (
         setting(
@@ -177,6 +187,18 @@ class ServeConfig:
         """Types of models as Transformers names them: those that write calls and reasoning so."""
         calls, reasoning = self.tool_call_parser or "", self.reasoning_parser or ""
         return _FAMILIES.get(calls), _FAMILIES.get(reasoning)
+
+    def sampling_defaults(self, engine: "EngineCore") -> dict[str, object]:
+        """Return the sampling parameters of requests that do not give them. O(1).
+
+        Raises:
+            ModelNotFoundError: a value of the model's generation_config.json is not allowed.
+        """
+        plain: dict[str, object] = {"temperature": 1.0}
+        if self.generation_config == "vllm":
+            return plain
+        loaded = import_module("model.load.generation")  # Transformers is there with an engine
+        return plain | loaded.sampling_defaults(engine.model.network)
 
     def check_adapters(self, lora: Sequence[str]) -> None:
         """Refuse LoRA adapters that no request could name. O(adapters).
