@@ -29,13 +29,12 @@ SETTINGS = {
     },
     "avx": {
         "OPENBLAS_CORETYPE": "Sandybridge", "ATEN_CPU_CAPABILITY": "default",
-        "NUMBA_CPU_NAME": "sandybridge", "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CPU_NAME": "ivybridge", "NUMBA_CPU_FEATURES": "",
         "MKL_ENABLE_INSTRUCTIONS": "AVX", "ONEDNN_MAX_CPU_ISA": "AVX",
     },
     "sse": {
         "OPENBLAS_CORETYPE": "Prescott", "ATEN_CPU_CAPABILITY": "default",
-        "NUMBA_CPU_NAME": "generic", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41",
     },
     "avx512": {
         "OPENBLAS_CORETYPE": "SkylakeX", "ATEN_CPU_CAPABILITY": "avx512",
@@ -43,10 +42,14 @@ SETTINGS = {
         "MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
     },
 }  # fmt: skip
-"""By name: what each library is told. The first is what the gate runs."""
+"""By name: what each library is told. The first is what the gate runs.
+
+The CPU kernels need F16C, which every processor with AVX has had since 2012: numba's "generic" ends
+with LLVM's "Symbol not found: __extendhfsf2" at the first float16.
+"""
 
 NEEDS = {
-    "avx2-amd": "avx2", "avx2-intel": "avx2", "avx": "avx", "sse": "sse4_2", "avx512": "avx512f",
+    "avx2-amd": "avx2", "avx2-intel": "avx2", "avx": "f16c", "sse": "sse4_2", "avx512": "avx512f",
 }  # fmt: skip
 """The flag of the processor that each setting's instructions need, as Linux names it."""
 
