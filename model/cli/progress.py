@@ -34,13 +34,13 @@ def telling(work: str) -> Iterator[None]:
     Args:
         work: what is done, as in "loading the weights".
     """
-    took_s, timer, is_over = 0.0, None, False
+    took_s, is_over = 0.0, False
+    timers: list[threading.Timer] = []
 
     def wait(wait_s: float) -> None:
-        nonlocal timer
-        timer = threading.Timer(wait_s, tell, [wait_s])
-        timer.daemon = True
-        timer.start()
+        timers[:] = [threading.Timer(wait_s, tell, [wait_s])]
+        timers[0].daemon = True
+        timers[0].start()
 
     def tell(waited_s: float) -> None:
         nonlocal took_s
@@ -55,5 +55,4 @@ def telling(work: str) -> Iterator[None]:
         yield
     finally:
         is_over = True
-        if timer is not None:
-            timer.cancel()
+        timers[0].cancel()

@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -140,6 +140,11 @@ def warm_up(engine: Engine) -> str:
     return how
 
 
+def _told(options: ModelOptions, work: str) -> AbstractContextManager[object]:
+    """Tell of long work in the process that leads the others, or is alone."""
+    return nullcontext() if options.follows else telling(work)
+
+
 def make_engine(
     options: ModelOptions,
     config: EngineConfig,
@@ -160,10 +165,9 @@ def make_engine(
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
-    told = nullcontext if options.follows else telling
     with input_errors(), ExitStack() as failed:
         failed.callback(compile_processes().close)
-        with told(f"loading {options.path}"):
+        with _told(options, f"loading {options.path}"):
             model, backend = start(
                 options.path,
                 options.backend,
@@ -174,7 +178,7 @@ def make_engine(
                 config=config,
                 load=load,
             )
-        with uncollected(), told(COMPILING):  # `warm_up` collects once
+        with uncollected(), _told(options, COMPILING):  # `warm_up` collects once
             with part_of_start("probes and caches"):  # and, on a GPU, all that is compiled
                 engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
             if expects_grammars:

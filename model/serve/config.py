@@ -198,7 +198,8 @@ class ServeConfig:
         if self.generation_config == "vllm":
             return plain
         loaded = import_module("model.load.generation")  # Transformers is there with an engine
-        return plain | loaded.sampling_defaults(engine.model.network)
+        found: dict[str, object] = loaded.sampling_defaults(engine.model.network)
+        return plain | found
 
     def check_adapters(self, lora: Sequence[str]) -> None:
         """Refuse LoRA adapters that no request could name. O(adapters).

@@ -211,7 +211,7 @@ class _Answer(BlockForm):
         self._numbers = itertools.count()
         told = asked.model_dump(by_alias=True)
         same = ("instructions", "max_output_tokens", "metadata")
-        chosen = {"top_p": None, **service.sampling_defaults}
+        chosen: dict[str, object] = {"top_p": None, **service.sampling_defaults}
         self._head: dict[str, object] = {
             "id": service.new_id("resp"), "object": "response", "created_at": service.now(),
             "model": body.model or service.name, **{name: told[name] for name in same},
