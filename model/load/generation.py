@@ -41,7 +41,7 @@ def sampling_defaults(network: PreTrainedModel) -> dict[str, object]:
         if (value := getattr(config, field, None)) is not None
     }
     try:
-        SamplingParams(**found)  # type: ignore[arg-type]  # its own check says what is wrong
+        SamplingParams(**found)  # its own check says what is wrong
     except InvalidArgumentError as error:
         raise ModelNotFoundError(
             f"model: generation_config.json: {error}; --generation-config vllm ignores its values"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from model.control.settings import check_settings, setting
 from model.errors import UsageError, shown
@@ -198,7 +198,8 @@ class ServeConfig:
         if self.generation_config == "vllm":
             return plain
         loaded = import_module("model.load.generation")  # Transformers is there with an engine
-        found: dict[str, object] = loaded.sampling_defaults(engine.model.network)
+        model: Any = engine.model  # as loaded, with its network
+        found: dict[str, object] = loaded.sampling_defaults(model.network)
         return plain | found
 
     def check_adapters(self, lora: Sequence[str]) -> None:
