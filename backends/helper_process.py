@@ -55,10 +55,39 @@ class HelperProcess(subprocess.Popen[bytes]):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
+    def wait_or_kill(self, patience_s: float) -> None:
+        """Wait for its end; kill it once it has computed for so long, or nothing for so long.
+
+        Its work is counted in processor time, and that of all that it has started with it: on a
+        busy machine a helper is late and not lost. Where that is unknown, time alone counts.
+        """
+        first = latest = _worked_s(self.pid)
+        since_s = time.monotonic()
+        while self.returncode is None:
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(min(_LOOK_S, patience_s))
+                return
+            now = _worked_s(self.pid)
+            if now > latest:
+                latest, since_s = now, time.monotonic()
+            if max(now - first, time.monotonic() - since_s) > patience_s:
+                self.kill()
+
     def close(self) -> None:
         """Wait until it has ended, and close its pipes."""
         with suppress(OSError), self:
             pass
+
+
+def _worked_s(group: int) -> float:
+    """Return the processor time of a group of processes; 0 where it is unknown. O(processes)."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):  # a process may end meanwhile
+            fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += sum(map(int, fields[11:15]))  # also of children that have ended
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 @cache

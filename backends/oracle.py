@@ -5,7 +5,7 @@ through the block table and only at positions that a row of the sequence sees. K
 speed: O(num_tokens * seq_len * num_q_heads * head_dim), a few query tokens at a time, so that what
 they need of a long context fits in memory.
 
-How far a backend may be from it, and why, is derived in `_allowed`.
+How far a backend may be from it, and why, is derived in `_allowed` and `_underflow`.
 """
 
 import math
@@ -31,6 +31,8 @@ class Expected:
     """float64 [num_tokens, num_q_heads, value_dim]; rows of no sequence are NaN."""
     allowed: Tensor
     """float64 [num_tokens, num_q_heads]: the largest Euclidean error of each row."""
+    underflow: Tensor
+    """The same: the part of it that numbers too small for their format may cost."""
 
     def worst_ratio(self, came: Tensor) -> float:
         """The largest error of a live row over the error allowed; NaN counts as infinite."""
@@ -40,10 +42,10 @@ class Expected:
         return float(ratio.max()) if ratio.numel() else 0.0
 
     def relative_error(self, came: Tensor) -> float:
-        """||came - out|| / ||out|| over all live rows."""
+        """||came - out|| / ||out|| over all live rows, beside what underflow may cost."""
         live = ~self.out.isnan().any(-1)
-        error = float((came.double().cpu() - self.out)[live].norm())
-        return error / max(float(self.out[live].norm()), 1e-30)
+        errors = (came.double().cpu() - self.out)[live].norm(dim=-1) - self.underflow[live]
+        return float(errors.clamp(min=0).norm()) / max(float(self.out[live].norm()), 1e-30)
 
 
 @contextmanager
@@ -67,7 +69,7 @@ def attention(query: Tensor, cache: KVCache, batch: PagedBatch, terms: Attention
     v = stands_for(cache.v, cache.v_scale).numpy()
     step = max(1, _ROWS // q.shape[1])
     out = np.full((*q.shape[:2], v.shape[3]), math.nan)
-    allowed = np.zeros(q.shape[:2])
+    allowed, underflow = np.zeros(q.shape[:2]), np.zeros(q.shape[:2])
     for s, length in enumerate(lengths):
         for start in range(starts[s], starts[s + 1], step):
             rows = np.arange(start, min(start + step, starts[s + 1]))
@@ -79,8 +81,8 @@ def attention(query: Tensor, cache: KVCache, batch: PagedBatch, terms: Attention
                 seen &= keys > positions[:, None] - terms.window
             where = tables[s, keys // k.shape[1]], keys % k.shape[1]
             one = _Rows(q[rows], k[where], v[where], seen)
-            out[rows], allowed[rows] = _exact_and_allowed(one, terms, query.dtype)
-    return Expected(torch.from_numpy(out), torch.from_numpy(allowed))
+            out[rows], allowed[rows], underflow[rows] = _exact_and_allowed(one, terms, query.dtype)
+    return Expected(*map(torch.from_numpy, (out, allowed + underflow, underflow)))
 
 
 def stands_for(cache: Tensor, scale: Tensor | None) -> Tensor:
@@ -119,8 +121,8 @@ class _Rows:
 
 def _exact_and_allowed(
     rows: _Rows, terms: AttentionTerms, dtype: torch.dtype
-) -> tuple[Floats, Floats]:
-    """The exact rows [num_rows, num_q_heads, value_dim], and the error allowed for each head."""
+) -> tuple[Floats, Floats, Floats]:
+    """The exact rows [num_rows, num_q_heads, value_dim]; the errors allowed for each head."""
     keys, values = rows.keys.transpose(1, 2, 0), rows.values.transpose(1, 0, 2)
     seen = rows.seen[:, None]
     logits = _product(rows.query, keys) * terms.scale
@@ -132,14 +134,15 @@ def _exact_and_allowed(
     if terms.sinks is not None:
         sinks = terms.sinks.detach().double().cpu().numpy()
         highest = np.maximum(highest, sinks)
-    p = np.exp(logits - highest[..., None])
-    p_sink = np.exp(sinks - highest)
-    total = p.sum(axis=-1) + p_sink
-    p, p_sink = p / total[..., None], p_sink / total
+    weights, of_sink = np.exp(logits - highest[..., None]), np.exp(sinks - highest)
+    total = weights.sum(axis=-1) + of_sink
+    p, p_sink = weights / total[..., None], of_sink / total
     out = _product(p, values)
     sizes = _product(np.abs(rows.query), np.abs(keys)) * abs(terms.scale)
     sink_sizes = np.where(p_sink > 0, np.abs(sinks), 0)
-    return out, _allowed(p, sizes, p_sink, sink_sizes, values, out, seen.sum(axis=-1), dtype)
+    num_keys = seen.sum(axis=-1)
+    allowed = _allowed(p, sizes, p_sink, sink_sizes, values, out, num_keys, dtype)
+    return out, allowed, _underflow(weights, of_sink, total, values, out, num_keys, dtype)
 
 
 def _allowed(
@@ -182,9 +185,7 @@ def _allowed(
     doubled or added for safety.
     """
     u, rounding = 2.0**-24, torch.finfo(dtype).eps / 2
-    group = out.shape[1] // values.shape[0]
-    of_values = np.linalg.norm(values, axis=-1).repeat(group, axis=0)  # [num_q_heads, num_keys]
-    of_out = np.linalg.norm(out, axis=-1)
+    of_values, of_out = _sizes(values, out)
     squares = of_values**2 + of_out[..., None] ** 2 - 2 * _product(out, values.transpose(0, 2, 1))
     apart = np.sqrt(np.maximum(squares, 0))  # |v_k - out|: [num_rows, num_q_heads, num_keys]
     to_dtype = (p * of_values).sum(axis=-1) + of_out
@@ -194,6 +195,50 @@ def _allowed(
     sums = num_keys * (of_out + wandering) + 4 * of_out
     allowed: Floats = rounding * to_dtype + u * (probabilities + sums)
     return allowed
+
+
+def _underflow(
+    weights: Floats,  # [num_rows, num_q_heads, num_keys]: probabilities times `total`
+    of_sink: Floats,  # [num_rows, num_q_heads]: likewise
+    total: Floats,  # the same; the largest weight, or the sink's, is 1
+    values: Floats,  # [num_kv_heads, num_keys, value_dim]
+    out: Floats,  # [num_rows, num_q_heads, value_dim]: the exact result
+    num_keys: Floats,  # [num_rows, 1]: how many keys each row sees
+    dtype: torch.dtype,
+) -> Floats:
+    """The error of each row that is allowed because numbers are small, [num_rows, num_q_heads].
+
+    A result below the smallest normal number of its format loses its relative precision (H 2.8):
+    float32 and bfloat16 may become 0, as most kernels compute them, float16 is off by half a step.
+
+    - Weights: in float32 one errs by all of itself below 2^-126, which moves the result by
+      weight |v_k - out| / total; the sink's likewise, by |out|. Rounded to float16, it errs by
+      at most 2^-25 below 2^-14, which moves the numerator alone.
+    - Products and partial sums of each of `value_dim` numbers err by 2^-126 for each key, values
+      and the result once more each, the result by half a step of its dtype.
+    """
+    smallest = torch.finfo(torch.float32).smallest_normal
+    of_values, of_out = _sizes(values, out)
+    gone = np.where(weights < 2 * smallest, weights, 0.0)
+    gone_sink = np.where(of_sink < 2 * smallest, of_sink, 0.0)
+    lost = (gone * (of_values + of_out[..., None])).sum(axis=-1) + gone_sink * of_out
+    step = 0.0
+    if dtype == torch.float16:
+        info = torch.finfo(dtype)
+        step = info.smallest_normal * info.eps / 2
+        rounded = np.where(weights < 2 * info.smallest_normal, np.minimum(weights, step), 0.0)
+        lost += (rounded * of_values).sum(axis=-1)
+    numbers = math.sqrt(out.shape[-1]) * ((num_keys + 4) * smallest + step)
+    found: Floats = lost / total + numbers
+    return found
+
+
+def _sizes(values: Floats, out: Floats) -> tuple[Floats, Floats]:
+    """|v_k|: [num_q_heads, num_keys], and |out|: [num_rows, num_q_heads]."""
+    group = out.shape[1] // values.shape[0]
+    of_values: Floats = np.linalg.norm(values, axis=-1).repeat(group, axis=0)
+    of_out: Floats = np.linalg.norm(out, axis=-1)
+    return of_values, of_out
 
 
 def _product(rows: Floats, matrices: Floats) -> Floats:

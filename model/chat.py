@@ -72,8 +72,7 @@ if __name__ == "__main__":
 
         if options.model.follows:
             sys.exit(follow(options.model, options.engine))
-        with telling(f"loading {options.model.path}"):
-            engine = make_engine(options.model, options.engine, say)
+        engine = make_engine(options.model, options.engine, say)
         if options.model.model is None:
             say("the tiny model only continues texts about Python; --model names one that chats")
         talk = Conversation(

@@ -1,11 +1,10 @@
-"""A complete engine in one file, to be read first: `python -m model.minimal "A tuple is"`.
+"""A whole engine, to be read first: `python -m model.minimal "If the file does not exist,"`.
 
 Continuous batching, chunked prefill, prefix caching, preemption and speculative decoding, first
 come, first served. kvcore decides where keys and values are stored, a backend computes attention
-over the blocks, Transformers provides the rest of the network. Greedy output equals `generate` of
-Transformers. Read it from `Engine.step` outwards; "Full version" names the counterpart in the full
-engine, which adds what is left out here: windows, chunked attention, soft caps and sinks (refused),
-asynchronous scheduling, priorities, CUDA graphs, stop tokens and strings, streams.
+over the blocks, Transformers provides the rest; greedy output equals its `generate`. Read it from
+`Engine.step` outwards; "Full version" names the counterpart in the full engine, which adds windows,
+chunks, soft caps and sinks (refused here), asynchronous scheduling, CUDA graphs, streams and more.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 
 import kvcore
 from backends import AttentionTerms, Backend, KVCache, PagedBatch, get_backend
-from model.errors import InvalidArgumentError, UnsupportedModelError
+from model.errors import InvalidArgumentError, ModelError, UnsupportedModelError
 from model.load.loader import load_codec
 from model.tiny import CHECKPOINT_DIR
 
@@ -141,16 +140,15 @@ class Engine:
             KVCache(zeros.clone(), zeros.clone()) for _ in range(config.num_hidden_layers)
         ]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.num_draft_tokens = num_draft_tokens
+        self.num_draft_tokens, self.max_positions = num_draft_tokens, config.max_position_embeddings
         self.generator = torch.Generator(backend.device).manual_seed(0)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting, self.running = deque[Request](), list[Request]()
         self.stats: Counter[str] = Counter()
 
     # Full version: model.engine_core.EngineCore.submit
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidArgumentError if it could never run."""
-        room = self.kv.num_usable_blocks * self.kv.block_size
+        room = min(self.kv.num_usable_blocks * self.kv.block_size, self.max_positions)
         if not 0 < len(request.prompt_tokens) <= room - request.max_tokens < room:
             raise InvalidArgumentError(
                 f"request: wanted a prompt and max_tokens of at least 1 and at most {room} in all, "
@@ -283,17 +281,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model.minimal", description=main.__doc__)
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--model", default=CHECKPOINT_DIR, help="folder of a checkpoint")
-    parser.add_argument("--backend", default="auto", help="kernels: auto, numba or triton")
+    parser.add_argument("--backend", default="auto", choices=["auto", "numba", "triton"])
     parser.add_argument("--max-tokens", type=int, default=32, help="output tokens per prompt")
     parser.add_argument("--draft-tokens", type=int, default=0, help="n-gram drafts per step")
     options = parser.parse_args()
-    backend = get_backend(options.backend)
-    model = AutoModelForCausalLM.from_pretrained(options.model)
-    codec = load_codec(str(options.model))
-    requests = [Request(codec.encode(prompt), options.max_tokens) for prompt in options.prompts]
-    outputs = Engine(model, backend, num_draft_tokens=options.draft_tokens).generate(requests)
-    for request, output in zip(requests, outputs, strict=True):
-        print(repr(codec.decode(request.prompt_tokens + output, skip_special_tokens=False)))
+    try:
+        backend = get_backend(options.backend)
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+        codec = load_codec(str(options.model))
+        requests = [Request(codec.encode(text), options.max_tokens) for text in options.prompts]
+        Engine(model, backend, num_draft_tokens=options.draft_tokens).generate(requests)
+    except (ModelError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    for request in requests:
+        tokens = request.prompt_tokens + request.output_tokens
+        print(repr(codec.decode(tokens, skip_special_tokens=False)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.hang import HANG_S
+
 ROOT = Path(__file__).parents[1]
 LOADED = ("torch.distributed", "transformers", "model.engine", "model.cli.session", "backends")
 MOST_BYTES = 1 << 17  # of arguments and environment
@@ -51,7 +53,7 @@ class Program:
         if is_open:
             for fd in ends:
                 os.close(fd)
-        self._told.settimeout(60)
+        self._told.settimeout(HANG_S)
         self.pid = int.from_bytes(self._told.recv(8), "little")
 
     def __enter__(self):
@@ -69,7 +71,7 @@ class Program:
         """The program must still run."""
         os.kill(self.pid, number)
 
-    def wait_for(self, pattern, timeout_s=200):
+    def wait_for(self, pattern, timeout_s=HANG_S):
         """The first match in what it has written to stderr so far; it may end before."""
         end_s = time.monotonic() + timeout_s
         while (found := re.search(pattern, self._written(2))) is None:
@@ -84,7 +86,7 @@ class Program:
         fd = self._files[number].fileno()  # its place in the file is also the program's
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
-    def wait(self, timeout_s=200):
+    def wait(self, timeout_s=HANG_S):
         """Its exit code."""
         if self.returncode is None:
             self._told.settimeout(timeout_s)
@@ -92,7 +94,7 @@ class Program:
                 self.returncode = int(b"".join(iter(lambda: self._told.recv(16), b"")))
         return self.returncode
 
-    def end(self, timeout_s=200):
+    def end(self, timeout_s=HANG_S):
         """Wait; a `subprocess.CompletedProcess` with texts."""
         self.wait(timeout_s)
         written = [self._written(number) for number in (1, 2)]

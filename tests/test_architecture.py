@@ -1,10 +1,13 @@
 """The plan of the house holds, and the check that says so is itself checked on planted breaches."""
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.architecture import LAYERS, PACKAGES, violations
+from tests.architecture import BRIDGES, LAYERS, PACKAGES, imported, violations
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
@@ -24,6 +27,25 @@ def test_the_top_level_is_what_was_agreed():
         ".hypothesis"
     }
     assert TOP_LEVEL - {".git"} <= found
+
+
+def test_the_page_says_which_files_of_kvcore_know_torch_and_the_kernels():
+    knowing = {"torch": set(), "backends": set()}
+    for path in (ROOT / "kvcore").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for top in {module.partition(".")[0] for module in imported(tree)} & knowing.keys():
+            knowing[top].add(path.relative_to(ROOT).as_posix())
+    assert all(name.startswith("kvcore/adapters/") for name in knowing["torch"])
+    assert knowing["backends"] == BRIDGES
+    page = " ".join((ROOT / "docs/architecture.md").read_text(encoding="utf-8").split())
+    assert "only files of `kvcore/adapters` import torch" in page
+    assert len(BRIDGES) == 2
+    assert "two of them, the `BRIDGES` of `tests/architecture.py`, import `backends`" in page
+    code = "import kvcore, sys; print(sorted({'torch', 'backends'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("package", LAYERS)

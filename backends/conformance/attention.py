@@ -77,12 +77,15 @@ def attention_cases(backend: Backend, *, quick: bool) -> tuple[AttentionCase, ..
 
 def _quick_cases() -> tuple[AttentionCase, ...]:
     small = AttentionCase("", (), num_kv_heads=1, head_dim=16, block_size=4)
-    mixed = ((1, 9), (5, 5), (0, 0), (3, 71))
+    mixed, small_leads = ((1, 9), (5, 5), (0, 0), (3, 71)), ((1, 9), (2, 7))
     return (
         small.with_(name="decode, prefill and chunk", seqs=mixed, padding=2),
         small.with_(name="window", seqs=mixed, window=4),
         small.with_(name="soft cap", seqs=((1, 9), (4, 7)), soft_cap=2.0),
         small.with_(name="sinks, strided", seqs=((1, 5), (3, 4)), sinks=True, strided=True),
+        small.with_(name="sinks that lead by 90", seqs=small_leads, sinks=True, sink_lead=90.0),
+        small.with_(name="sinks that lead by 12", seqs=small_leads, sinks=True, sink_lead=12.0),
+        small.with_(name="values of 0", seqs=small_leads, values="zero"),
         small.with_(name="group 3, head_dim 24", seqs=((2, 6),), group=3, head_dim=24),
         small.with_(name="two KV heads", seqs=((1, 8), (2, 3)), num_kv_heads=2),
         small.with_(name="a shared prefix", seqs=((1, 9), (2, 12), (1, 30)), shared=8),
@@ -107,8 +110,14 @@ def _all_cases() -> tuple[AttentionCase, ...]:
         base.with_(name="one huge logit, capped", values="huge", soft_cap=30.0),
         base.with_(name="nothing to do", seqs=((0, 0), (0, 5))),
         base.with_(name="window, long prefill", seqs=((100, 170),), window=33),
+        base.with_(name="tiny values", values="tiny"),
+        base.with_(name="tiny values, sinks", values="tiny", sinks=True, sink_lead=12.0),
         *_shared(base),
         base.with_(name="batch-invariant", batch_invariant=True),
+    ]
+    cases += [
+        base.with_(name=f"sinks that lead by {n:g}", sinks=True, sink_lead=n)
+        for n in (-1e30, -90.0, 9.0, 15.0, 80.0, 87.0, 90.0, 110.0, 1e4, 1e30)
     ]
     cases += [base.with_(name=f"window {w}", window=w) for w in (1, 2, 16, 17, 63, 1000)]
     cases += [
@@ -169,6 +178,8 @@ def _quantised_cases(*, quick: bool) -> tuple[AttentionCase, ...]:
         base.with_(name="a scale a head"),
         base.with_(name="a scale a cache", scales="tensor"),
         base.with_(name="no scales", scales="none"),
+        base.with_(name="tiny scales", scales="tiny"),
+        base.with_(name="tiny scales, sinks", scales="tiny", sinks=True, sink_lead=20.0),
         base.with_(name="decode alone", seqs=((1, 300), (1, 16), (1, 17), (1, 1))),
         base.with_(name="long prefill", seqs=((150, 150), (70, 200))),
         base.with_(name="all features", window=20, soft_cap=5.0, sinks=True, strided=True),

@@ -39,12 +39,16 @@ class AttentionCase:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    sink_lead: float = 0.0
+    """Is added to the logits of the sinks."""
     values: str = "random"
-    """random; equal (all logits equal); huge (one logit dwarfs the rest)."""
+    """random; equal (all logits equal); huge (one logit dwarfs the rest); tiny (as small as the
+    dtype has numbers); zero."""
     cache_dtype: torch.dtype | None = None
     """Of a quantised cache; None: the cache holds `dtype`."""
     scales: str = "none"
-    """Of a quantised cache: none; tensor (one a cache); head (one a KV head)."""
+    """Of a quantised cache: none; tensor (one a cache); head (one a KV head); tiny (one a cache,
+    the smallest normal number)."""
     value_dim: int = 0
     """Above 0: a cache of latents whose first `value_dim` numbers are values; one KV head."""
     shared: int = 0
@@ -123,10 +127,12 @@ def contents(case: AttentionCase) -> tuple[Tensor, list[tuple[Tensor, Tensor]], 
             k = k[:1].expand_as(k).clone()
         if case.values == "huge" and length:
             k[length // 2] *= 64
+        if case.values in {"tiny", "zero"}:
+            v = v * (torch.finfo(case.dtype).smallest_normal if case.values == "tiny" else 0)
         if keys and case.shared:
             k[: case.shared], v[: case.shared] = (rows[: case.shared] for rows in keys[0])
         keys.append((k, v))
-    return query, keys, random(num_q_heads).float() if case.sinks else None
+    return query, keys, random(num_q_heads).float() + case.sink_lead if case.sinks else None
 
 
 @oracle.one_thread()
@@ -183,6 +189,9 @@ def _scales(case: AttentionCase) -> tuple[Tensor | None, Tensor | None]:
     """Scales of no round numbers, far from each other."""
     if case.scales == "none":
         return None, None
+    if case.scales == "tiny":
+        scale = torch.tensor([torch.finfo(torch.float32).smallest_normal])
+        return scale, scale
     heads = torch.arange(case.num_kv_heads if case.scales == "head" else 1)
     k_scale = 0.011 * 1.7**heads
     return k_scale, k_scale if case.value_dim else 0.23 / 1.3**heads

@@ -226,7 +226,9 @@ class Watch:
 
     def _spelled(self, prefix: int) -> str:
         tenant, _, tokens = self.prefixes.spell(prefix)
-        return f"{tokens} of {tenant!r}" if tenant else str(tokens)
+        if Promise.TENANTS not in self.promises:
+            return str(tokens)
+        return f"{tokens} of {f'tenant {tenant!r}' if tenant else 'the tenant without a name'}"
 
     def agree(self, live: Sequence[Request], seen: Counter[str]) -> None:
         """P1, P2, P5, P7, P18, P19: tables, free blocks and the KV of every computed token."""

@@ -49,6 +49,7 @@ from kvcore.tiers import (
 )
 from model.caches.kv_caches import KVCaches, Scales
 from model.caches.layout import CacheLayout
+from model.caches.memory import host_free_bytes, show_bytes
 from model.control.config import EngineConfig
 from model.control.tier_transfers import TierDevice, TierRanks, TierTransfers, TransferCosts
 from model.errors import InvalidArgumentError
@@ -96,6 +97,7 @@ def open_tiers(
     Raises:
         InvalidArgumentError: a tier, or their server, cannot start; it names the setting.
     """
+    _check_host_memory(config)
     num_shares = 1 if ranks is None else ranks.size
     block_bytes = layout.kv_bytes(1, config.block_size)
     most = max(1, min(kv.num_usable_blocks // 8, _MAX_JOB_BYTES // block_bytes))
@@ -276,6 +278,15 @@ def _digest(tensors: Sequence[tuple[str, Tensor]]) -> str:
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
         found.update(content.numpy().data)
     return found.hexdigest()
+
+
+def _check_host_memory(config: EngineConfig) -> None:
+    asked, free_bytes = config.host_memory_bytes, host_free_bytes()
+    if asked is not None and free_bytes is not None and asked > free_bytes:
+        raise InvalidArgumentError(
+            f"host_memory_bytes: wanted at most {show_bytes(free_bytes)}, the free memory, got "
+            f"{show_bytes(asked)}"
+        )
 
 
 def _paths(config: EngineConfig, ranks: TierRanks | None) -> Iterator[str | None]:

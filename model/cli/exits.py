@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from model.cli.limits import exhausted
 from model.cli.progress import say
 from model.cli.settings import flag_name
 from model.cli.signals import end_by, word
@@ -59,9 +60,6 @@ def exits() -> Iterator[None]:
     try:
         with _flushed_output():
             yield
-    except ModelError as error:
-        _say(f"error: {in_flags(str(error))}")
-        code = BAD_INPUT
     except Stopped as error:
         _say(f"{word(error.number)}: {error.report}")
         code = _code(error.number)
@@ -71,17 +69,8 @@ def exits() -> Iterator[None]:
     except BrokenPipeError:
         _drop_output()
         code = READER_GONE
-    except RankLostError as error:
-        if not error.was_told:
-            _say(f"error: {error}")
-        _drop_output()
-        code = FAILED
-    except (OSError, MemoryError) as error:
-        _say(f"error: {str(error) or 'out of memory'}")
-        _drop_output()
-        code = FAILED
     except Exception as error:  # noqa: BLE001
-        code = _fault(error)
+        code = _failed(error)
     else:
         return
     sys.exit(code)
@@ -146,6 +135,20 @@ def _say(text: str, *, is_one_line: bool = True) -> None:
             line = " ".join(text.split())
             text = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
         say(text)
+
+
+def _failed(error: Exception) -> int:
+    """Say in a line what an error means to the user; return the exit code."""
+    limit = exhausted(error)
+    if limit is None and isinstance(error, ModelError):
+        _say(f"error: {in_flags(str(error))}")
+        return BAD_INPUT
+    if limit is None and not isinstance(error, (OSError, MemoryError)):
+        return _fault(error)
+    if not (isinstance(error, RankLostError) and error.was_told):
+        _say(f"error: {limit or str(error) or 'out of memory'}")
+    _drop_output()
+    return FAILED
 
 
 def _fault(error: Exception) -> int:

@@ -86,7 +86,8 @@ class PromptOptions:
     prompts_file: str | None = setting(
         None,
         help="file of prompts; .txt: one on each line; .jsonl: a JSON object on each line, with "
-        "prompt, any sampling parameters, and images (paths)",
+        "prompt or messages, any sampling parameters, and images (paths), or as in OpenAI's batch "
+        "files",
         metavar="PATH",
         is_common=True,
     )

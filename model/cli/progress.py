@@ -1,7 +1,7 @@
 """What is going on: a line on stderr, where work without pieces takes a while.
 
-Decides: that such a line comes only when the work has taken a while: what is done at once is not
-worth one.
+Decides: that such a line comes only when the work has taken a while, and again while it goes on:
+what is done at once is not worth one.
 
 Does not know: what the work is; how far work in pieces is (`bars.py`).
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from model.errors import visible
 
 _PATIENCE_S = 2.0
+_AGAIN_S = 20.0
 
 
 def say(line: str) -> None:
@@ -33,15 +34,25 @@ def telling(work: str) -> Iterator[None]:
     Args:
         work: what is done, as in "loading the weights".
     """
+    took_s, is_over = 0.0, False
+    timers: list[threading.Timer] = []
 
-    def tell() -> None:
+    def wait(wait_s: float) -> None:
+        timers[:] = [threading.Timer(wait_s, tell, [wait_s])]
+        timers[0].daemon = True
+        timers[0].start()
+
+    def tell(waited_s: float) -> None:
+        nonlocal took_s
+        took_s += waited_s
         with contextlib.suppress(OSError, ValueError):  # a stderr that is full or closed
-            say(f"{work} ...")
+            say(f"{work} ..." if waited_s == _PATIENCE_S else f"{work} ... {took_s:.0f} s so far")
+        if not is_over:
+            wait(_AGAIN_S)
 
-    timer = threading.Timer(_PATIENCE_S, tell)
-    timer.daemon = True
-    timer.start()
+    wait(_PATIENCE_S)
     try:
         yield
     finally:
-        timer.cancel()
+        is_over = True
+        timers[0].cancel()

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from model.cli.args import Options, parse_args
+from model.cli.chat_lines import Message, text_of, unpacked
 from model.cli.options import RequestOptions
 from model.control.grammar import Grammar
 from model.control.params import MAX_INT, SamplingParams
@@ -28,7 +29,7 @@ from model.tiny import DEMO_PROMPTS
 
 _OF_REQUESTS = frozenset(one.name for one in settings_of(RequestOptions))
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - _OF_REQUESTS
-_INPUTS = {"prompt", "images"}
+_INPUTS = {"prompt", "images", "messages", "custom_id"}
 _DRAWS = ("top_k", "top_p", "min_p", "seed", "n")
 _CHANGES = (
     "repetition_penalty",
@@ -50,10 +51,12 @@ class PromptSpec:
 
     Attributes:
         where: where it came from, for messages.
-        text: the prompt.
+        text: the prompt; of a chat, its messages as text.
         params: how its tokens are chosen.
         request: its priority, LoRA adapter, and what of it is cached for whom.
         images: paths of its images.
+        messages: the chat that the prompt is made of; empty: the text is the prompt.
+        custom_id: the name that a file gives the prompt; None: it gives none.
     """
 
     where: str
@@ -61,6 +64,8 @@ class PromptSpec:
     params: SamplingParams
     request: RequestOptions
     images: tuple[str, ...] = ()
+    messages: tuple[Message, ...] = ()
+    custom_id: str | None = None
 
 
 def read_command_line(
@@ -86,19 +91,32 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
         UsageError: an empty prompt, one that is not UTF-8, a file that cannot be read or
             understood, or sampling fields that `--verify` or a greedy choice excludes.
     """
-    found = list(_entries(options, stdin))
+    named: dict[str, str] = {}
     specs = []
-    for index, (where, entry) in enumerate(found):
-        text = entry.get("prompt")
-        if not isinstance(text, str) or not text.strip():
-            raise UsageError(f"{where}: wanted a prompt that is not empty, got {shown(text)}")
-        _check_encodable(where, text)
-        params, beside = _params(where, index, options, entry)
-        for name in ("stop", "bad_words"):
-            for value in getattr(params, name):
-                _check_encodable(f"{where}: {name}", value)
-        specs.append(PromptSpec(where, text, params, beside, _images(where, entry)))
+    for index, (where, line) in enumerate(list(_entries(options, stdin))):
+        spec = _spec(where, index, options, line)
+        if spec.custom_id is not None and named.setdefault(spec.custom_id, where) != where:
+            first = named[spec.custom_id]
+            raise UsageError(f"{where}: custom_id: {shown(spec.custom_id)} is that of {first}, too")
+        specs.append(spec)
     return specs
+
+
+def _spec(where: str, index: int, options: Options, line: Mapping[str, object]) -> PromptSpec:
+    """Return the prompt of an entry."""
+    entry = unpacked(where, line)
+    _check_known(where, entry)
+    messages = cast("tuple[Message, ...]", entry.get("messages", ()))
+    text = text_of(messages) if messages else entry.get("prompt")
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError(f"{where}: wanted a prompt that is not empty, got {shown(text)}")
+    _check_encodable(where, text)
+    params, beside = _params(where, index, options, entry, is_batch="body" in line)
+    for name in ("stop", "bad_words"):
+        for value in getattr(params, name):
+            _check_encodable(f"{where}: {name}", value)
+    custom_id = cast("str | None", entry.get("custom_id"))
+    return PromptSpec(where, text, params, beside, _images(where, entry), messages, custom_id)
 
 
 def _entries(
@@ -192,11 +210,14 @@ def _parsed(where: str, line: str) -> Mapping[str, object]:
         raise UsageError(f"{where}: its lists or objects are nested too deeply") from error
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: wanted an object with a prompt, got {type(entry).__name__}")
+    return entry
+
+
+def _check_known(where: str, entry: Mapping[str, object]) -> None:
     unknown = sorted(entry.keys() - _FIELDS - _OF_REQUESTS - _INPUTS)
     if unknown:
-        known = ", ".join(sorted(_FIELDS | _OF_REQUESTS | {"images"}))
+        known = ", ".join(sorted(_FIELDS | _OF_REQUESTS | _INPUTS - {"prompt"}))
         raise UsageError(f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}")
-    return entry
 
 
 def _images(where: str, entry: Mapping[str, object]) -> tuple[str, ...]:
@@ -207,7 +228,7 @@ def _images(where: str, entry: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _params(
-    where: str, index: int, options: Options, entry: Mapping[str, object]
+    where: str, index: int, options: Options, entry: Mapping[str, object], *, is_batch: bool
 ) -> tuple[SamplingParams, RequestOptions]:
     """The sampling parameters of an entry, and what else is said of it."""
     try:
@@ -218,6 +239,8 @@ def _params(
         }
     except InvalidArgumentError as error:
         raise UsageError(f"{where}: {error}") from error
+    if is_batch:
+        own = _batch_sampling(own, options)
     if options.output.verify:
         names = ("temperature", *_DRAWS, *_CHANGES)
         _refuse(where, [name for name in names if name in own], "--verify")
@@ -235,6 +258,21 @@ def _params(
         return SamplingParams(**merged), RequestOptions(**beside)  # type: ignore[arg-type]
     except InvalidArgumentError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def _batch_sampling(own: Mapping[str, object], options: Options) -> dict[str, object]:
+    """Return the fields of a line of a batch file, sampled as OpenAI's interface has it.
+
+    The temperature is 1 if neither the line nor the command line gives one; fields that a
+    temperature of 0 leaves without effect may stand in the line.
+    """
+    found, given = dict(own), options.sampling.get("temperature")
+    if given is None and not options.output.verify:
+        found.setdefault("temperature", 1.0)
+    if found.get("temperature", given or 0) == 0:
+        without = ("top_k", "top_p", "min_p", "seed", *["temperature"] * options.output.verify)
+        return {name: value for name, value in found.items() if name not in without}
+    return found
 
 
 def _value(name: str, value: object) -> object:

@@ -144,6 +144,7 @@ def document(
     completions: Sequence[Completion],
     stats: RunStats,
     mismatches: Sequence[Mismatch] | None,
+    names: Sequence[str | None],
 ) -> dict[str, object]:
     """The whole run as one JSON document. O(all tokens).
 
@@ -152,10 +153,11 @@ def document(
         completions: in the order of the prompts, all samples of one after the other.
         stats: of the run.
         mismatches: of the verification; None: there was none.
+        names: of the prompts, where their file gives them some.
     """
     return {
         **about,
-        "requests": _requests(completions),
+        "requests": _requests(completions, names),
         "stats": {
             **asdict(stats),
             "tokens_per_second": round(stats.tokens_per_second, 1),
@@ -167,12 +169,16 @@ def document(
     }
 
 
-def _requests(completions: Sequence[Completion]) -> list[dict[str, object]]:
+def _requests(
+    completions: Sequence[Completion], names: Sequence[str | None]
+) -> list[dict[str, object]]:
     described: list[dict[str, object]] = []
     prompt = -1
     for completion in completions:
         prompt += completion.request.sample == 0
-        described.append(_request(completion, prompt))
+        name = names[prompt]
+        custom = {} if name is None else {"custom_id": name}
+        described.append(custom | _request(completion, prompt))
     return described
 
 

@@ -25,7 +25,7 @@ from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
 from model.cli.signals import StopRequest, stopping
-from model.cli.start import input_errors, start, warm_up
+from model.cli.start import COMPILING, input_errors, start, warm_up
 from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, compare
 from model.cli.writer import StreamWriter, show
@@ -86,7 +86,8 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
             is_exact=options.output.verify,
         )
     prompts = _encode(model, specs, options.engine)
-    engine = _engine(options, model, backend, specs, prompts)
+    with telling("checking the network and allocating its KV cache"):
+        engine = _engine(options, model, backend, specs, prompts)
     if isinstance(engine, TwinEngine) and not engine.leads:
         return _follow(model, engine)
     requests = _queue(engine, specs, prompts)
@@ -100,7 +101,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
     say(engine.describe_memory())
     if not engine.memory.holds_all:
         say(_preemption(engine))
-    with telling("compiling kernels (the first time on a machine takes longest)"):
+    with telling(COMPILING):
         started = time.perf_counter()
         how = warm_up(engine)
     say(f"network: {how}; ready after {time.perf_counter() - started:.1f} s")
@@ -144,7 +145,8 @@ def _report(
     completions = generated.completions
     stats = measure(engine, completions, generated.elapsed_s)
     if options.output.json:
-        whole = document(about, completions, stats, mismatches)
+        names = [spec.custom_id for spec in specs]
+        whole = document(about, completions, stats, mismatches, names)
         json.dump(whole if steps is None else {**whole, "steps": asdict(steps)}, sys.stdout)
         print()
         return
@@ -216,7 +218,9 @@ def _encode(
     prompts: list[_Encoded] = []
     for spec in specs:
         try:
-            if spec.images:
+            if spec.messages:
+                prompts.append((model.codec.encode_chat(spec.messages), None))
+            elif spec.images:
                 prompts.append(model.images.encode(spec.text, spec.images, limits))
             else:
                 prompts.append((model.codec.encode(spec.text), None))
@@ -247,9 +251,12 @@ def _queue(
 
 
 def _heads(specs: Sequence[PromptSpec]) -> list[tuple[str, str]]:
-    """The label and the prompt of every text: 3, or 3.1 and 3.2 where the third has two samples."""
+    """The label and the prompt of every text: 3, or 3.1 and 3.2 where the third has two samples.
+
+    A prompt that has a name of its own is called by it, not by its number.
+    """
     return [
-        (f"{number}.{sample}" if spec.params.n > 1 else f"{number}", spec.text)
+        (f"{spec.custom_id or number}" + f".{sample}" * (spec.params.n > 1), spec.text)
         for number, spec in enumerate(specs, 1)
         for sample in range(1, spec.params.n + 1)
     ]

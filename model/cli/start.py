@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ import backends
 import kvcore
 from model.cli.options import ModelOptions
 from model.cli.prefetch import may_share_compiling
+from model.cli.progress import telling
 from model.cli.signals import stopping
 from model.compile.compile_processes import compile_processes
 from model.compile.piecewise import start_compiler
@@ -40,6 +41,9 @@ _BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     kvcore.InvalidArgumentError,
     kvcore.OutOfBlocksError,
 )
+
+COMPILING = "compiling kernels (the first time on a machine takes longest)"
+"""The work between the weights and the first request, for `telling`."""
 
 Load = Callable[[str, torch.device, torch.dtype, Ranks | None], LoadedModel]
 _load = partial(load_model, once=pass_once)
@@ -136,6 +140,11 @@ def warm_up(engine: Engine) -> str:
     return how
 
 
+def _told(options: ModelOptions, work: str) -> AbstractContextManager[object]:
+    """Tell of long work in the process that leads the others, or is alone."""
+    return nullcontext() if options.follows else telling(work)
+
+
 def make_engine(
     options: ModelOptions,
     config: EngineConfig,
@@ -158,17 +167,18 @@ def make_engine(
     """
     with input_errors(), ExitStack() as failed:
         failed.callback(compile_processes().close)
-        model, backend = start(
-            options.path,
-            options.backend,
-            options.dtype,
-            draft_name=config.draft_model,
-            num_ranks=options.tp,
-            expert_parallel=options.expert_parallel,
-            config=config,
-            load=load,
-        )
-        with uncollected():  # `warm_up` collects once
+        with _told(options, f"loading {options.path}"):
+            model, backend = start(
+                options.path,
+                options.backend,
+                options.dtype,
+                draft_name=config.draft_model,
+                num_ranks=options.tp,
+                expert_parallel=options.expert_parallel,
+                config=config,
+                load=load,
+            )
+        with uncollected(), _told(options, COMPILING):  # `warm_up` collects once
             with part_of_start("probes and caches"):  # and, on a GPU, all that is compiled
                 engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
             if expects_grammars:

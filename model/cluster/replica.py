@@ -66,6 +66,7 @@ class Replica:
             engine: EngineCore = start.make_engine(
                 options.model, options.engine, print, expects_grammars=True
             )
+            options.serve.sampling_defaults(engine)  # refused now or never
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(

@@ -4,7 +4,7 @@ PyTorch's compiler and most of Triton's are Python, so one process compiles one 
 If no piece is stored, processes are started while packages are imported. Each loads the compilers,
 does one job, whose result it stores on disk, where the caller finds it, and ends.
 
-Decides: how many processes there are, and how long one may take.
+Decides: how many processes there are, and how long one may compute.
 
 Invariants: a process that fails, hangs or is missing costs time and nothing else; none outlives its
 caller, or has memory of the GPU after `close`.
@@ -17,10 +17,8 @@ Does not know: what a job compiles, or where the result is stored.
 import os
 import signal
 import struct
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -39,7 +37,7 @@ _COMMAND = "from model.compile.compile_processes import serve; serve()"
 _MOST = 8  # a network of one kind of layer has 5 different pieces; draws, and steps of few tokens
 _CORES = 2  # of each: for itself, and for other work of the start
 _GPU_BYTES = 3 << 30  # of each: a context, and the arrays on which kernels are timed
-_PATIENCE_S = 120.0  # how long a job may take
+_PATIENCE_S = 120.0  # of processor time for a job, or of waiting while it computes nothing
 _SIZE = struct.Struct(">Q")
 PIECES = "pieces"
 """The folder of what most of them store."""
@@ -87,7 +85,7 @@ class CompileProcesses:
                 if process.stdin is not None:
                     process.stdin.write(_SIZE.pack(len(content)) + content)
                     process.stdin.flush()
-                    return partial(_wait, process, time.monotonic() + _PATIENCE_S)
+                    return partial(process.wait_or_kill, _PATIENCE_S)
         return None
 
     def close(self) -> None:
@@ -146,10 +144,3 @@ def _start() -> HelperProcess:
     if process.stdin is not None:  # a small pipe refuses a job
         os.set_blocking(process.stdin.fileno(), False)
     return process
-
-
-def _wait(process: HelperProcess, until_s: float) -> None:
-    try:
-        process.wait(max(0.0, until_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()

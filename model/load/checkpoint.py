@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError  # nothing is unpickled here
@@ -36,6 +37,8 @@ _JSON_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+_PICKLED = "pytorch_model*.bin"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _NAMED_TENSORS = 3
 _MAX_REASON = 300
@@ -86,6 +89,7 @@ def read_object(path: Path) -> dict[str, object]:
     Raises:
         ModelNotFoundError: it cannot be read, or holds something else.
     """
+    check_pulled(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -95,6 +99,20 @@ def read_object(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise ModelNotFoundError(f"model: {path}: wanted a JSON object, got {shown(content)}")
     return content
+
+
+def check_pulled(path: Path) -> None:
+    """Refuse a file that is the pointer of Git LFS to the content, as a clone without LFS has it.
+
+    Raises:
+        ModelNotFoundError: it is one.
+    """
+    with suppress(OSError), path.open("rb") as file:  # the reader reports the error
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ModelNotFoundError(
+                f"model: {path} is a Git LFS pointer, not the content: run `git lfs pull` in "
+                f"{path.parent}"
+            )
 
 
 def check_files(folder: Path) -> dict[str, StoredTensor]:
@@ -123,6 +141,9 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for name in _weight_files(folder):
         stored |= _header(folder / name)
+    if not stored:
+        for path in sorted(folder.glob(_PICKLED)):
+            check_pulled(path)
     return stored
 
 
@@ -296,6 +317,7 @@ def _weight_files(folder: Path) -> Iterable[str]:
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
+    check_pulled(path)
     try:
         with safe_open(path, framework="pt") as content:
             return {

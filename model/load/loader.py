@@ -59,6 +59,7 @@ from model.load.checkpoint import (
     StoredTensor,
     check_files,
     check_loaded,
+    check_pulled,
     check_stored,
     check_token_ids,
     read_object,
@@ -320,6 +321,7 @@ def _resolve(name: str) -> _Source:
             raise ModelNotFoundError(f"model: {config} {there}")
         return _Source(str(path), is_local=True)
     if is_other and path.suffix == ".gguf":
+        check_pulled(path)
         return _Source(str(path.parent), is_local=True, gguf=path.name)
     if is_other:
         raise ModelNotFoundError(f"model: wanted a folder or a .gguf file, got the file {name!r}")

@@ -159,8 +159,11 @@ async def converse(
     if max_tokens is None:
         max_tokens, name = body.max_tokens, "max_tokens"
     room = max(1, service.engine.engine.max_model_len - len(prompt))
-    if max_tokens is None or (is_cut and max_tokens > room):
-        max_tokens = room
+    if max_tokens is None:
+        default = service.sampling_defaults.get("max_tokens")
+        max_tokens = min(room, default) if isinstance(default, int) else room
+    elif is_cut:
+        max_tokens = min(room, max_tokens)
     names = {
         "prompt": "messages",
         "max_tokens": name,
@@ -173,7 +176,11 @@ async def converse(
         raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
     read_as = _reading_form(service, body, prompt)
     try:
-        params = body.sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+        params = body.sampling(
+            service.sampling_defaults,
+            max_tokens,
+            (body.top_logprobs or 0) if body.logprobs else None,
+        )
     except InvalidArgumentError as error:
         raise api_error(error, names) from error
     if params.grammar is not None and read_as.reasoning is not None:

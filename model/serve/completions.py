@@ -127,6 +127,7 @@ def completions(service: Service) -> APIRouter:
         try:
             # Without output too a step is needed, and draws a token.
             params = body.sampling(
+                service.sampling_defaults,
                 max_tokens if max_tokens or not body.echo else 1,
                 body.logprobs,
                 scores_prompt=bool(body.echo),

@@ -7,16 +7,23 @@ Does not know: FastAPI, the engine.
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from model.control.settings import check_settings, setting
 from model.errors import UsageError, shown
 from model.pace import STREAM_SHARE
 
+if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from model.engine_core import EngineCore
+
 _API_KEY = "KVCORE_API_KEY"
+_KEY = re.compile(r"[!-~]+")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 _FAMILIES = {
     "hermes": "qwen3", "qwen3": "qwen3", "deepseek_r1": "qwen3", "gemma4": "gemma4",
     "qwen3_coder": "qwen3_5", "qwen3_xml": "qwen3_5",
@@ -52,6 +59,12 @@ class ServeConfig:
         None,
         help="chat template: a file, or the template itself (default: the model's own)",
         metavar="PATH_OR_TEXT",
+    )
+    generation_config: Literal["auto", "vllm"] = setting(
+        "auto",
+        help="defaults of temperature, top_k, top_p, min_p, repetition_penalty and, in chats, "
+        "max_tokens; auto: what the model's generation_config.json recommends; vllm: those of "
+        "OpenAI's interface, as vLLM's flag of this name has it",
     )
     tool_call_parser: Literal["hermes", "qwen3", "qwen3_coder", "qwen3_xml", "gemma4"] | None = (
         setting(
@@ -151,6 +164,18 @@ class ServeConfig:
         check_settings(self)
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", _template(self.chat_template))
+        for number, key in enumerate(self.api_keys, 1):
+            if _KEY.fullmatch(key) is None:  # the key is a secret: it is not shown
+                raise UsageError(
+                    f"--api-key (or ${_API_KEY}): wanted printable ASCII characters without "
+                    f"spaces, which a header can hold, got others in key number {number}"
+                )
+        for origin in self.allow_origins:
+            if _ORIGIN.fullmatch(origin) is None:
+                raise UsageError(
+                    f"--allow-origin: wanted * or an origin as browsers send it, in lower case and "
+                    f"without a path, such as http://localhost:3000, got {shown(origin)}"
+                )
 
     @property
     def template_options(self) -> dict[str, object]:
@@ -162,6 +187,20 @@ class ServeConfig:
         """Types of models as Transformers names them: those that write calls and reasoning so."""
         calls, reasoning = self.tool_call_parser or "", self.reasoning_parser or ""
         return _FAMILIES.get(calls), _FAMILIES.get(reasoning)
+
+    def sampling_defaults(self, engine: "EngineCore") -> dict[str, object]:
+        """Return the sampling parameters of requests that do not give them. O(1).
+
+        Raises:
+            ModelNotFoundError: a value of the model's generation_config.json is not allowed.
+        """
+        plain: dict[str, object] = {"temperature": 1.0}
+        if self.generation_config == "vllm":
+            return plain
+        loaded = import_module("model.load.generation")  # Transformers is there with an engine
+        model: Any = engine.model  # as loaded, with its network
+        found: dict[str, object] = loaded.sampling_defaults(model.network)
+        return plain | found
 
     def check_adapters(self, lora: Sequence[str]) -> None:
         """Refuse LoRA adapters that no request could name. O(adapters).

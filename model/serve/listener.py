@@ -5,18 +5,22 @@ Does not know: what is served on it.
 
 import socket
 
+from model.cli.limits import allow_open_files
 from model.errors import UsageError
 from model.serve.config import ServeConfig
 
 _BACKLOG = 2048
+_LEAST_FILES = 64
+"""Open files of a server: about 30 of its process, and one for each connection."""
 
 
 def listen(config: ServeConfig) -> socket.socket:
     """Open the socket; who connects waits until it is served.
 
     Raises:
-        UsageError: the address cannot be had.
+        UsageError: the address cannot be had, or the process may open too few files.
     """
+    allow_open_files(_LEAST_FILES)
     where = f"--host {config.host} --port {config.port}"
     try:
         family, kind, _, _, address = socket.getaddrinfo(

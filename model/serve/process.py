@@ -75,6 +75,7 @@ def serve(options: ServeOptions, listener: socket.socket, has_torch: Event) -> i
         made: EngineCore = start.make_engine(
             options.model, options.engine, say, expects_grammars=True
         )
+        options.serve.sampling_defaults(made)  # refused now or never
         return made
 
     engine = AsyncEngine(

@@ -303,11 +303,17 @@ class GenerationRequest(Strict):
         _ = self.retentions
 
     def sampling(
-        self, max_tokens: int, logprobs: int | None, *, scores_prompt: bool = False
+        self,
+        defaults: Mapping[str, object],
+        max_tokens: int,
+        logprobs: int | None,
+        *,
+        scores_prompt: bool = False,
     ) -> SamplingParams:
         """The sampling parameters of each answer. O(fields).
 
         Args:
+            defaults: the parameters that the request does not give.
             max_tokens: the most tokens of it.
             logprobs: how many likely tokens are told beside each, None: nothing.
             scores_prompt: whether the same is told of the prompt's tokens.
@@ -319,7 +325,7 @@ class GenerationRequest(Strict):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given: dict[str, object] = {
             "n": self.n,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,
@@ -340,7 +346,7 @@ class GenerationRequest(Strict):
             "grammar": self.grammar,
         }
         said = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**said)  # type: ignore[arg-type]  # its own check says what is wrong
+        return SamplingParams(**{**defaults, **said})  # type: ignore[arg-type]  # its own check says what is wrong
 
 
 class CompletionRequest(GenerationRequest):

@@ -210,7 +210,8 @@ class _Answer(BlockForm):
         super().__init__(service, readers)
         self._numbers = itertools.count()
         told = asked.model_dump(by_alias=True)
-        same = ("instructions", "max_output_tokens", "top_p", "metadata")
+        same = ("instructions", "max_output_tokens", "metadata")
+        chosen: dict[str, object] = {"top_p": None, **service.sampling_defaults}
         self._head: dict[str, object] = {
             "id": service.new_id("resp"), "object": "response", "created_at": service.now(),
             "model": body.model or service.name, **{name: told[name] for name in same},
@@ -219,8 +220,11 @@ class _Answer(BlockForm):
             "text": told["text"] or {"format": {"type": "text"}},
             "reasoning": told["reasoning"] or {"effort": None},
             "previous_response_id": None, "store": False, "truncation": "disabled",
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "background": False,
+            **{
+                name: chosen[name] if told[name] is None else told[name]
+                for name in ("temperature", "top_p")
+            },
         }  # fmt: skip
 
     def begin(self, stream: TokenStream) -> str:

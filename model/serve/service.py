@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from importlib import import_module
@@ -101,6 +101,11 @@ class Service:
         if len(tokens) <= _LONG:
             return codec.decode(self.checked(tokens))
         return await asyncio.to_thread(lambda: codec.decode(self.checked(tokens)))
+
+    @cached_property
+    def sampling_defaults(self) -> Mapping[str, object]:
+        """The sampling parameters of requests that do not give them. O(1)."""
+        return self.config.sampling_defaults(self.engine.engine)
 
     @cached_property
     def reading(self) -> Reading:

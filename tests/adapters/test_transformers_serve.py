@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatching
 from kvcore.adapters.transformers import KVCoreCache
 from kvcore.adapters.transformers import __main__ as command_line
 from model.tiny import CHECKPOINT_DIR
+from tests.hang import HANG_S as DEADLINE_S
 
 TINY = str(CHECKPOINT_DIR)
-DEADLINE_S = 240
 COMMAND = [sys.executable, "-m", "kvcore.adapters.transformers"]
 
 

@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 import kvcore
 from kvcore.adapters import vllm_tier
 from kvcore.tiers import TierError
+from tests.hang import HANG_S
 
 ROW = 4096
 NUM_ROWS = 8
@@ -249,7 +250,7 @@ def test_the_scheduler_waits_for_nothing_but_a_reset_waits_for_all(begin):
 
     def slow(*arguments):
         assert threading.current_thread() is not threading.main_thread()
-        go_on.wait(10)
+        go_on.wait(HANG_S)
         return put(*arguments)
 
     life.tier.disk.put = slow

@@ -11,8 +11,7 @@ from pathlib import Path
 from backends.triton_gpu import ahead
 from backends.triton_gpu.shared import place
 from tests.backends.gpus import H100
-
-_PATIENCE_S = 30
+from tests.hang import HANG_S
 
 
 def marking(folder, count, where, *, behaviour="compiles"):
@@ -53,7 +52,7 @@ def _append(path, line):
 
 
 def _wait_for(path):
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + HANG_S
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.5)  # what the helper says comes a moment later

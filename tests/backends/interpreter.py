@@ -1,6 +1,10 @@
-"""Triton's interpreter without work that has no effect; imported where it interprets.
+"""Triton's interpreter with products that are equal on every processor; imported where it runs.
 
-It repeats four things at each operation or call of a function, which take most of its time:
+Its products are NumPy's. BLAS has other code for each kind of processor, and with some of it a
+row's result depends on the row's place in the tile. No GPU does that, and tests compare bits.
+
+It also repeats four things at each operation or call of a function, which take most of its time.
+None of them has an effect here:
 
 - It computes whether an integer overflows, and drops the result unless it debugs.
 - It replaces the functions of `triton.language` by its own, which a kernel's start has done for the
@@ -63,6 +67,18 @@ def _make_tensor(self, handle, type_):
     self.shape, self.numel = _wrapped((*type_.shape.values,) if type_.is_block() else ())
 
 
+def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """Add up the products of each element by itself, in the order of the inner dimension."""
+    if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+        raise NotImplementedError("wanted matrices of at least 16 bits: NumPy has no FP8")
+    rows, columns = (each.data.astype(d.data.dtype) for each in (a, b))
+    total = d.data.copy()
+    for k in range(rows.shape[-1]):
+        total += rows[..., k, None] * columns[..., k, None, :]
+    return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter._patch_builtin = _patch_builtin
 interpreter._patch_lang = _patch_lang
 interpreter._get_np_dtype = _get_np_dtype

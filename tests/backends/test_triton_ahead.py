@@ -28,6 +28,7 @@ from backends.triton_gpu.shared import launch, place
 from backends.triton_gpu.warm_up import warm_up
 from tests.backends import ahead_calls
 from tests.backends.gpus import H100
+from tests.hang import HANG_S
 
 assert backend  # whose import brings in all kernels
 KERNELS = dict(launch._launchers)
@@ -92,7 +93,7 @@ def made(folder, behaviour="compiles"):
 def all_are_gone(folder):
     pids = (folder / "pids").read_text().split()
     assert pids
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANG_S
     while any(map(is_alive, pids)) and time.monotonic() < until:
         time.sleep(0.01)
     return not any(map(is_alive, pids))
@@ -151,7 +152,7 @@ def idle():
 def test_a_call_that_takes_long_starts_a_helper(tmp_path, helpers):
     (tmp_path / "kernels/of another start").mkdir(parents=True)
     with idle():
-        assert helpers.get(timeout=30)
+        assert helpers.get(timeout=HANG_S)
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -160,7 +161,7 @@ def test_without_any_kernel_on_disk_a_helper_starts_at_once(exists, tmp_path, he
     if exists:
         (tmp_path / "kernels").mkdir()
     with idle():
-        assert helpers.get(timeout=30)
+        assert helpers.get(timeout=HANG_S)
 
 
 @pytest.fixture
@@ -269,7 +270,7 @@ def test_a_call_that_fails_ends_all_processes(tmp_path, behaviour):
 def test_no_process_outlives_its_caller(tmp_path):
     command = [sys.executable, "-m", "tests.backends.ahead_calls", str(tmp_path), "hangs"]
     with subprocess.Popen(command) as caller:
-        until = time.monotonic() + 30
+        until = time.monotonic() + HANG_S
         while not (tmp_path / "pids").exists() and time.monotonic() < until:
             time.sleep(0.01)
         caller.kill()

@@ -17,6 +17,7 @@ from model.trace import TRACE_BEGINS
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 988097824\n"
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,11 @@ def folder_for(name):
     return edit
 
 
+def named(names):
+    """A whole index of one shard."""
+    return {"metadata": {}, "weight_map": dict.fromkeys(names, "shard.safetensors")}
+
+
 WEIGHTS = (
     Broken(
         "every tensor has another name",
@@ -200,6 +206,19 @@ WEIGHTS = (
         "model.safetensors is empty",
         "is not a whole safetensors file",
         write("model.safetensors", b""),
+    ),
+    *(
+        Broken(
+            f"{name} is a Git LFS pointer",
+            f"{name} is a Git LFS pointer, not the content: run `git lfs pull` in ",
+            edit,
+        )
+        for name, edit in (
+            ("model.safetensors", write("model.safetensors", POINTER)),
+            ("shard.safetensors", both(index(named), write("shard.safetensors", POINTER))),
+            ("pytorch_model.bin", pickled(POINTER)),
+            ("tokenizer.json", write("tokenizer.json", POINTER)),
+        )
     ),
     Broken(
         "model.safetensors is cut off in its header",
@@ -453,6 +472,16 @@ FLAGS = (
         "--host-memory 0",
         "--host-memory: wanted an integer of at least 1",
         argv=("--host-memory", "0"),
+    ),
+    Broken(
+        "--host-memory 100TiB",
+        "--host-memory: wanted at most",
+        argv=("--host-memory", "100TiB"),
+    ),
+    Broken(
+        "--host-memory 999PiB",
+        "--host-memory: wanted bytes, such as",
+        argv=("--host-memory", "999PiB"),
     ),
     Broken("--block-size 0", "--block-size: wanted an integer from 1", argv=("--block-size", "0")),
     Broken(

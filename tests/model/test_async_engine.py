@@ -21,10 +21,10 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason
 from model.engine import Engine
 from model.errors import InvalidArgumentError
+from tests.hang import HANG_S as DEADLINE_S
 from tests.model.networks import build
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
-DEADLINE_S = 60
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from tests.model.tiny_configs import make_config
 from tests.model.walk import build_network
 
 SEED = 25
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
 PROMPTS = [*prompts(), prompts()[0][:8] * 5]  # the last one repeats itself, so it is drafted
 
@@ -190,6 +191,38 @@ def test_it_continues_a_prompt_of_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["minimal", "A tuple is", "--max-tokens", "4"])
     minimal.main()
     assert capsys.readouterr().out.startswith("'A tuple is")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["word " * 3000], "wanted a prompt and max_tokens of at least 1 and at most 2048 in all"),
+        (["a", ""], "got 0 tokens and max_tokens=32"),
+        (["a", "--max-tokens", "0"], "max_tokens=0"),
+        (["a", "--max-tokens", "5000"], "max_tokens=5000"),
+        (["a", "--backend", "nunba"], "invalid choice: 'nunba'"),
+        (["a", "--model", "./nowhere"], "./nowhere"),
+    ],
+)
+def test_a_command_line_that_cannot_run_ends_in_a_line(monkeypatch, capsys, argv, message):
+    monkeypatch.setattr("sys.argv", ["minimal", *argv])
+    with pytest.raises(SystemExit, match="2"):
+        minimal.main()
+    out, err = capsys.readouterr()
+    line = err.splitlines()[-1]
+    assert line.startswith("python -m model.minimal: error: ")
+    assert message in line
+    assert (out, "Traceback" in err) == ("", False)
+
+
+def test_the_first_run_that_the_readme_suggests_reads_well(monkeypatch, capsys):
+    [prompt] = re.findall(r'`python -m model\.minimal "(.*)"`', README)
+    monkeypatch.setattr("sys.argv", ["minimal", prompt])
+    minimal.main()
+    words = re.findall(r"\w+", capsys.readouterr().out.replace("\\n", " "))
+    assert len(words) > len(prompt.split()) + 12
+    assert "_SSL" not in " ".join(words)
+    assert all(3 * (word,) != tuple(words[at : at + 3]) for at, word in enumerate(words))
 
 
 def pointers():

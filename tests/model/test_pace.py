@@ -13,9 +13,8 @@ from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.engine import Engine
 from model.pace import LONGEST_S, Pace
+from tests.hang import HANG_S as DEADLINE_S
 from tests.model.networks import build
-
-DEADLINE_S = 60
 
 
 class Clocks:

@@ -25,6 +25,7 @@ from model.control.submission import salted
 from model.control.tier_transfers import TransferCosts
 from model.engine import Engine
 from model.trace import write_trace
+from tests.hang import HANG_S
 from tests.model.networks import build
 from tests.model.recurrent_networks import engine_of
 
@@ -247,7 +248,7 @@ def held(monkeypatch):
     event, load = threading.Event(), HostBlocks.load
 
     def wait(self, job, mark):
-        event.wait(20)
+        event.wait(HANG_S)
         load(self, job, mark)
 
     monkeypatch.setattr(HostBlocks, "load", wait)
@@ -476,7 +477,7 @@ def peers():
 
 
 def until(is_true):
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + HANG_S
     while not is_true():
         assert time.monotonic() < end_s
         threading.Event().wait(0.002)
@@ -523,7 +524,7 @@ def test_a_peer_that_does_not_answer_is_given_up_at_the_deadline(peers, monkeypa
     answers, copy = threading.Event(), PeerSession.copy
 
     def late(self, question):
-        answers.wait(20)
+        answers.wait(HANG_S)
         return copy(self, question)
 
     monkeypatch.setattr(PeerSession, "copy", late)

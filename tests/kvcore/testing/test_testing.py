@@ -246,6 +246,25 @@ def test_a_failure_is_shortened_to_the_steps_that_matter():
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("red", "blue", "wanted [0] of tenant 'blue', got [0] of tenant 'red'"),
+        ("", "blue", "wanted [0] of tenant 'blue', got [0] of the tenant without a name"),
+        ("red", "", "wanted [0] of the tenant without a name, got [0] of tenant 'red'"),
+    ],
+)
+def test_a_hit_of_another_tenant_names_both(first, second, message):
+    driver = testing.Driver(BROKEN["ignores_the_tenant"][0]())
+    driver.start(4, 2)
+    one = driver.begin([0, 0], first)
+    driver.reserve(one, 2)
+    driver.commit(one, 2)
+    with pytest.raises(testing.PropertyError) as caught:
+        driver.begin([0, 0, 0], second)
+    assert caught.value.message == f"P7: b hits block 1: at position 0 it {message}"
+
+
+@pytest.mark.parametrize(
     "name", ["refuses_the_last_block", "counts_hits_as_free", "reuses_the_newest"]
 )
 def test_a_shortened_failure_is_the_same_failure(name):

@@ -14,11 +14,11 @@ import kvcore
 from kvcore import tiers
 from kvcore.tiers import peer as peer_module
 from kvcore.tiers import peer_server
+from tests.hang import HANG_S as DEADLINE_S
 from tests.kvcore.tiers.kills import ROOT
 from tests.kvcore.tiers.peer_process import BLOCK_BYTES, PROMPT, SECRET, begin, compute, serve
 
 WHOLE = len(PROMPT) // 4
-DEADLINE_S = 20.0
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import pytest
 
 import kvcore
 from kvcore import wire
+from tests.hang import HANG_S as PATIENCE_S
 
 pytestmark = pytest.mark.dynamo
 
@@ -30,7 +31,6 @@ if not PYTHON and importlib.util.find_spec("dynamo") is None:
     )
 
 BLOCK_SIZE = 4
-PATIENCE_S = 60
 SPACES = (kvcore.Namespace(), kvcore.Namespace(lora_name="sql"))
 
 
@@ -91,7 +91,7 @@ def indexer():
         yield found
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 class Life:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore import wire
 from kvcore.wire.messages import sequence_bytes, sequence_of
+from tests.hang import HANG_S
 
 
 def text(value):
@@ -215,7 +216,7 @@ def test_vllms_own_decoder_reads_a_snapshot():
     kv, _seq, encoder, _payload = told(groups=(kvcore.FullAttention(), kvcore.SlidingWindow(4)))
     done = subprocess.run(
         [os.environ["VLLM_PYTHON"], "-c", VLLMS_READER],
-        input=encoder.snapshot(kv.snapshot()), capture_output=True, timeout=120, check=True,
+        input=encoder.snapshot(kv.snapshot()), capture_output=True, timeout=HANG_S, check=True,
     )  # fmt: skip
     stored = "BlockStored [1, 300, 70000, 4]"
     assert done.stdout.decode().splitlines()[-3:] == ["AllBlocksCleared None", stored, stored]

@@ -15,10 +15,10 @@ import zmq
 import kvcore
 from kvcore import wire
 from kvcore.wire.__main__ import _say
+from tests.hang import HANG_S as PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 ANYWHERE = "tcp://127.0.0.1:*"
-PATIENCE_S = 20
 
 
 def until(true):
@@ -513,7 +513,7 @@ def test_the_command_follows_and_ends(kv, publisher):
     command = [sys.executable, "-m", "kvcore.wire", publisher.endpoint, publisher.replay]
     out = subprocess.run(
         [*command, "--every", "0.5", "--lines", "2"],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=True,
     ).stdout  # fmt: skip
     assert re.search(
         r"^known, silent for .* s: 2 contents; 2 batches, 0 gaps, 0 lost", out, re.MULTILINE
@@ -584,7 +584,11 @@ def test_what_cannot_be_applied_ends_its_publisher_and_no_other(context, monkeyp
 def test_the_command_says_that_nobody_serves_an_endpoint():
     command = [sys.executable, "-m", "kvcore.wire", "ipc:///nowhere/at-all", "--lines", "1"]
     done = subprocess.run(
-        [*command, "--every", "0.1"], capture_output=True, text=True, timeout=60, check=False
+        [*command, "--every", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 1
     assert re.fullmatch("nothing heard from ipc:///nowhere/at-all for 0.. s\n", done.stdout)
@@ -592,7 +596,7 @@ def test_the_command_says_that_nobody_serves_an_endpoint():
 
 def test_the_command_refuses_an_address_that_is_none():
     command = [sys.executable, "-m", "kvcore.wire", "here"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 2
     assert "endpoint: wanted" in done.stderr
     assert len(done.stderr.splitlines()) == 1

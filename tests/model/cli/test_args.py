@@ -332,3 +332,81 @@ def test_a_file_without_text_is_one_error(tmp_path, content, message):
     file.write_bytes(content)
     with pytest.raises(UsageError, match=message):
         read("--prompts-file", str(file))
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1?"}]
+
+
+def batch_line(custom_id="a", url="/v1/chat/completions", **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def lines_of(tmp_path, lines, *argv):
+    file = tmp_path / "lines.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return read("--prompts-file", str(file), *argv)
+
+
+def test_a_chat_and_a_line_of_openais_batch_files_are_prompts(tmp_path):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What "},
+                                          {"type": "text", "text": "is 1?"}]}]  # fmt: skip
+    chat, named, batch, whole, plain = lines_of(
+        tmp_path,
+        [
+            {"messages": CHAT, "max_tokens": 3, "stop": "x"},
+            {"prompt": "b", "custom_id": "n"},
+            batch_line(
+                model="any", messages=parts, max_completion_tokens=5, logprobs=True, top_logprobs=2,
+                temperature=0, top_p=1, seed=4, user="u", stream=False,
+            ),
+            batch_line("w", messages=CHAT, logprobs=False),
+            batch_line("c", "/v1/completions", prompt="2 + 2 =", logprobs=1, temperature=0.5),
+        ],
+    )  # fmt: skip
+    assert chat.messages == tuple(CHAT)
+    assert chat.text == "system: Be brief.\nuser: What is 1?"
+    assert (chat.params.max_tokens, chat.params.stop, chat.params.temperature) == (3, ("x",), 0)
+    assert (chat.custom_id, named.custom_id, named.text) == (None, "n", "b")
+    assert batch.messages == ({"role": "user", "content": "What is 1?"},)
+    assert batch.params == SamplingParams(max_tokens=5, logprobs=2)
+    assert (batch.custom_id, whole.custom_id) == ("a", "w")
+    assert (whole.params.temperature, whole.params.logprobs) == (1, None)  # as OpenAI has it
+    assert (plain.text, plain.messages, plain.params.logprobs) == ("2 + 2 =", (), 1)
+    [greedy] = lines_of(tmp_path, [batch_line(messages=CHAT)], "--temperature", "0")
+    [verified] = lines_of(tmp_path, [batch_line(messages=CHAT)], "--verify")
+    assert greedy.params == verified.params == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": []}, "messages: wanted a list of messages, got \\[\\]"),
+        ({"messages": "hi"}, "messages: wanted a list"),
+        ({"messages": ["hi"]}, "messages: number 1: wanted an object with a role"),
+        ({"messages": [*CHAT, {"role": "x", "content": "a"}]}, "number 3: wanted .* got {'role'"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "number 1: wanted"),
+        ({"messages": [{"role": "user", "content": None}]}, "content: wanted text, got None"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content: wanted"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "wanted text that UTF-8"),
+        ({"messages": CHAT, "prompt": "a"}, "messages: cannot be combined with prompt"),
+        ({"messages": CHAT, "tools": []}, "unknown field 'tools'"),
+        ({"messages": CHAT, "stream": True}, "stream: wanted false"),
+        ({"messages": CHAT, "logprobs": True, "top_logprobs": 99}, "logprobs: wanted"),
+        ({"prompt": "a", "custom_id": 3}, "custom_id: wanted text, got 3"),
+        (batch_line("", messages=CHAT), "custom_id: wanted text, got ''"),
+        (batch_line("first", messages=CHAT), "custom_id: 'first' is that of .* line 1, too"),
+        (batch_line(url="/v1/embeddings", input="a"), "url: wanted /v1/chat/completions or"),
+        (batch_line(url=["/v1/completions"]), "url: wanted"),
+        (batch_line(max_tokens=3), "body: wanted messages, which /v1/chat/completions needs"),
+        (batch_line(url="/v1/completions", messages=CHAT), "body: wanted prompt"),
+        (batch_line(messages=CHAT, top_p=7), "top_p: wanted a number above 0"),
+        (batch_line(messages=CHAT, temperature=0, n=2), "n has no effect"),
+        ({**batch_line(messages=CHAT), "method": "GET"}, "method: wanted 'POST', got 'GET'"),
+        ({**batch_line(messages=CHAT), "x": 1}, "batch files: unknown field 'x'"),
+        ({**batch_line(), "body": "a"}, "body: wanted an object, got 'a'"),
+        ({"custom_id": "a", "body": {"messages": CHAT}}, "batch files: method is missing"),
+    ],
+)
+def test_a_chat_that_cannot_be_answered_is_named_by_its_line(tmp_path, line, message):
+    with pytest.raises(UsageError, match=f"lines.jsonl line 2: .*{message}"):
+        lines_of(tmp_path, [{"prompt": "a", "custom_id": "first"}, line])

@@ -4,6 +4,7 @@ import errno
 import io
 import logging
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from model.cli import start
+from model.cli import limits, start
 from model.cli.exits import exits
 from model.cli.progress import say
 from model.cli.writer import StreamWriter, show
@@ -20,6 +21,20 @@ from model.serve.process import _Visible
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "\x1b]0;title\x07 \x9b31m \r \x7f \u202e \u2028"
+
+
+OPEN_FILES = (
+    "error: too many open files: this process is limited to 20 (ulimit -n): raise the limit, such "
+    "as by ulimit -n 65536"
+)
+THREADS = (
+    "error: no more threads or processes: this process is limited to 7 (ulimit -u): raise the "
+    "limit, such as by ulimit -u 65536"
+)
+MEMORY = (
+    "error: out of memory: this process is limited to 2,048 (ulimit -v): raise the limit, such as "
+    "by ulimit -v unlimited"
+)
 
 
 class FullDisk(io.StringIO):
@@ -61,6 +76,79 @@ def test_a_bug_keeps_its_traceback_and_does_not_exit_like_a_difference(capsys):
     *_, error, report = err.splitlines()
     assert error == "ZeroDivisionError: of ours"
     assert "Please report" in report
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "x"), OPEN_FILES),
+        (RuntimeError("unable to open file <a> in read-only mode: Too many open files (24)"),
+         OPEN_FILES),
+        (ImportError("a.so: cannot open shared object file: Too many open files"), OPEN_FILES),
+        (caused(UsageError("model: cannot read x"), OSError(errno.EMFILE, "Too many open files")),
+         OPEN_FILES),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)),
+         "error: [Errno 23] Too many open files in system"),
+        (RuntimeError("can't start new thread"), THREADS),
+        (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), THREADS),
+        (MemoryError(), MEMORY),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: "
+                      "you tried to allocate 8 bytes. Error code 12"), MEMORY),
+        (ImportError("libx.so: failed to map segment from shared object"), MEMORY),
+        (BlockingIOError(errno.EAGAIN, "write could not complete without blocking"),
+         "error: [Errno 11] write could not complete without blocking"),
+    ],
+)  # fmt: skip
+def test_a_limit_of_the_system_is_one_line_that_names_it(monkeypatch, capsys, error, line):
+    values = {"NOFILE": 20, "NPROC": 7, "AS": 2048 << 10}
+    monkeypatch.setattr(limits, "_value", values.get)
+    assert code_of(error) == 3
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_users_words_about_a_limit_are_no_limit(monkeypatch, capsys):
+    monkeypatch.setattr(limits, "_value", {"NOFILE": 20}.get)
+    assert code_of(UsageError("prompt: wanted x, got 'Too many open files'")) == 2
+    assert capsys.readouterr().err == "error: prompt: wanted x, got 'Too many open files'\n"
+
+
+def limited(most, *command):
+    return subprocess.run(
+        ["/bin/sh", "-c", f"ulimit -n {most}; exec {sys.executable} -m {' '.join(command)}"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_a_command_that_may_open_too_few_files_is_one_line():
+    done = limited(5, "model.run", "--prompt", "ab")
+    *others, line = done.stderr.splitlines()
+    assert line == OPEN_FILES.replace("20", "5"), done.stderr
+    assert all(other.endswith(" ...") for other in others)  # progress
+    assert done.returncode == 3
+
+
+@pytest.mark.parametrize("most", [8, 20, 63])
+def test_a_server_that_may_open_too_few_files_does_not_start(most):
+    done = limited(most, "model.serve", "--port", "0")
+    wanted = "error: open files (ulimit -n): wanted a limit of at least 64, as each connection "
+    wanted += f"takes one, got {most}: raise the limit, such as by ulimit -n 65536\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "after"), [(20, 1 << 20, 65_536), (20, 300, 300), (70_000, 1 << 20, 70_000)]
+)
+def test_a_server_raises_its_limit_of_open_files_as_far_as_it_may(monkeypatch, soft, hard, after):
+    now = [soft, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(now))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: now.__setitem__(slice(2), both))
+    limits.allow_open_files(64)
+    assert now == [after, hard]
 
 
 def test_an_error_about_a_setting_names_its_flag(capsys):

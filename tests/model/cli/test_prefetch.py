@@ -16,6 +16,7 @@ import pytest
 from model.cli import prefetch
 from model.cli.options import ModelOptions
 from model.control.config import EngineConfig
+from tests.hang import HANG_S
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_what_cannot_be_read_is_left_to_whoever_needs_it(tmp_path, torch_with_gp
         prefetch.begin(ModelOptions(model=str(path), backend="triton"), EngineConfig()).set()
     for thread in threading.enumerate():
         if thread.name in ("weights", "gpu"):
-            thread.join(60)
+            thread.join(HANG_S)
 
     def no_threads(*_):
         raise RuntimeError("can't start new thread")

@@ -1,5 +1,6 @@
 """Progress is drawn on a terminal, and nowhere else."""
 
+import functools
 import io
 import sys
 from types import SimpleNamespace
@@ -41,8 +42,9 @@ def timers(monkeypatch):
     made = []
 
     class Timer:
-        def __init__(self, wait_s, function):
-            self.wait_s, self.function, self.state = wait_s, function, "made"
+        def __init__(self, wait_s, function, arguments):
+            self.wait_s, self.state = wait_s, "made"
+            self.function = functools.partial(function, *arguments)
 
         def start(self):
             self.state = "started"
@@ -67,7 +69,21 @@ def test_work_that_takes_longer_than_two_seconds_is_told_of_in_one_line(timers, 
         assert capsys.readouterr().err == ""
         timer()
         assert capsys.readouterr().err == "loading the weights ...\n"
-    assert timer.state == "cancelled"
+    assert timers[-1].state == "cancelled"
+
+
+def test_work_that_takes_minutes_is_told_of_again(timers, capsys):
+    with telling("compiling"):
+        for _ in range(3):
+            timers[-1]()
+        lines = ["compiling ...", "compiling ... 22 s so far", "compiling ... 42 s so far"]
+        assert capsys.readouterr().err.splitlines() == lines
+        late = timers[-1]
+    assert late.state == "cancelled"
+    late.state = "started"  # it fired just before it was cancelled
+    number = len(timers)
+    late()
+    assert len(timers) == number
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])

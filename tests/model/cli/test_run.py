@@ -56,6 +56,23 @@ def test_what_is_to_be_kept_is_found_later_than_what_is_not(call, tmp_path):
     assert found == [0, 24]
 
 
+def test_a_chat_is_continued_as_the_models_template_has_it_and_keeps_its_name(call, tmp_path):
+    file, chat = tmp_path / "chats.jsonl", [{"role": "user", "content": "What is a tuple?"}]
+    body = {"model": "any", "messages": chat, "temperature": 0, "max_tokens": 12}
+    batch = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    plain = {"prompt": "user: What is a tuple?\nassistant:"}  # what a chat is without a template
+    file.write_text("\n".join(map(json.dumps, [plain, {"messages": chat}, batch])))
+    code, out, err = call("--prompts-file", str(file), "--json", "--verify")
+    assert code == 0, err
+    prompt, told, named = json.loads(out)["requests"]
+    assert prompt["tokens"] == told["tokens"] == named["tokens"]
+    assert [one.get("custom_id") for one in (prompt, told, named)] == [None, None, "one"]
+    code, out, err = call("--prompts-file", str(file))
+    assert code == 0, err
+    assert "[2] user: What is a tuple?\n" in out
+    assert "[one] user: What is a tuple?\n" in out
+
+
 def test_a_draft_model_is_loaded_and_told_of(call, checkpoint):
     code, plain, _ = call(*TWO, "--json")
     assert code == 0
@@ -112,8 +129,8 @@ def test_a_start_that_takes_long_says_what_it_does(call, checkpoint, monkeypatch
 
     class Timer(threading.Timer):
         def start(self):
-            if is_slow:
-                self.function()
+            if is_slow and self.interval == progress._PATIENCE_S:
+                self.function(*self.args)
 
     monkeypatch.setattr(progress, "threading", SimpleNamespace(Timer=Timer))
     code, _, err = call("--prompt", "x")
@@ -121,6 +138,7 @@ def test_a_start_that_takes_long_says_what_it_does(call, checkpoint, monkeypatch
     assert code == 0
     assert lines == is_slow * [
         f"loading {checkpoint} ...",
+        "checking the network and allocating its KV cache ...",
         "compiling kernels (the first time on a machine takes longest) ...",
     ]
 

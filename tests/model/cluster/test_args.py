@@ -16,6 +16,7 @@ from model.errors import InvalidArgumentError, UsageError
 from model.forward import lora
 from model.load import loader
 from model.serve import args as serve_args
+from tests.hang import HANG_S
 
 _ROOT = Path(__file__).parents[3]
 
@@ -27,7 +28,7 @@ def run(*flags):
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
 

@@ -18,8 +18,8 @@ from model.cluster.router import Router
 from model.forward import lora
 from model.load.loader import load_codec
 from model.tiny import CHECKPOINT_DIR
+from tests.hang import HANG_S as DEADLINE_S
 
-DEADLINE_S = 30
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"content-type", b"application/json")]
 FIRST = Piece((200, EVENTS), b"data: 1\n\n", is_last=False)

@@ -17,8 +17,8 @@ from model.forward.lora import read_versions
 from model.load.loader import load_model
 from model.serve.app import create_app
 from model.tiny import CHECKPOINT_DIR
+from tests.hang import HANG_S as DEADLINE_S
 
-DEADLINE_S = 60
 RAY = {
     "ray.serve": [],
     "ray.serve.request_router": ["PendingRequest", "ReplicaID", "RequestRouter", "RunningReplica"],

@@ -19,9 +19,9 @@ import torch
 from model import LLM, SamplingParams
 from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
+from tests.hang import HANG_S
 
 _ROOT = Path(__file__).parents[3]
-_DEADLINE_S = 240
 _SIZES = ("--num-blocks", "320", "--cpus-per-process", "0.5")
 
 pytestmark = [
@@ -63,15 +63,15 @@ class Cluster:
 
         with self._said:
             came = self._said.wait_for(
-                lambda: found() or not self._reader.is_alive(), timeout=_DEADLINE_S
+                lambda: found() or not self._reader.is_alive(), timeout=HANG_S
             )
         assert came, self.lines
         assert found(), self.lines
         return found()[0].removesuffix(": ready")
 
     def ended(self):
-        code = self.process.wait(_DEADLINE_S)
-        self._reader.join(10)
+        code = self.process.wait(HANG_S)
+        self._reader.join(HANG_S)
         return code
 
     def replicas(self):
@@ -87,13 +87,13 @@ class Cluster:
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(60)
+                self.process.wait(HANG_S)
         left = [pid for pid in processes() if self.process.pid in ancestors(pid)]
         for pid in (*left, self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
-        self._reader.join(10)
+        self.process.wait(HANG_S)
+        self._reader.join(HANG_S)
         self.process.stderr.close()
         return left
 
@@ -119,7 +119,7 @@ def ancestors(pid):
 
 
 def wait_for(condition):
-    end = time.monotonic() + _DEADLINE_S
+    end = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < end
         threading.Event().wait(0.1)
@@ -137,7 +137,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def client(cluster):
-    with httpx.Client(base_url=cluster.address(), timeout=_DEADLINE_S) as made:
+    with httpx.Client(base_url=cluster.address(), timeout=HANG_S) as made:
         yield made
 
 
@@ -287,7 +287,7 @@ def test_a_replica_that_dies_fails_what_it_had_begun_and_nothing_else(cluster, c
     later = complete(client, prompt=[3] * 50, max_tokens=4)
     assert later.status_code == 200, later.text
     for thread in threads:
-        thread.join(_DEADLINE_S)
+        thread.join(HANG_S)
     lost = [events for events in streams if "error" in events[-1]]
     whole = [events for events in streams if "error" not in events[-1]]
     assert lost
@@ -303,13 +303,13 @@ def test_a_signal_lets_what_runs_come_to_its_end_and_leaves_nothing():
     made = Cluster("--replicas", "1", "--router", "round-robin")
     try:
         events = []
-        with httpx.Client(base_url=made.address(), timeout=_DEADLINE_S) as client:
+        with httpx.Client(base_url=made.address(), timeout=HANG_S) as client:
             asked = {"prompt": "A tuple is", "max_tokens": 400}
             thread = threading.Thread(target=streamed, args=(client, events), kwargs=asked)
             thread.start()
             wait_for(lambda: len(events) > 3)
             made.process.terminate()
-            thread.join(_DEADLINE_S)
+            thread.join(HANG_S)
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert made.ended() == 0
     finally:
@@ -320,7 +320,7 @@ def test_a_signal_lets_what_runs_come_to_its_end_and_leaves_nothing():
 def test_a_replica_of_two_processes_answers_and_is_made_anew_when_one_is_lost():
     made = Cluster("--replicas", "1", "--tp", "2", "--check-ranks")
     try:
-        with httpx.Client(base_url=made.address(), timeout=_DEADLINE_S) as client:
+        with httpx.Client(base_url=made.address(), timeout=HANG_S) as client:
             asked = {"prompt": "A tuple is", "max_tokens": 8}
             before = complete(client, **asked).json()["choices"]
             [leader] = made.replicas()
@@ -348,7 +348,7 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(flags, line):
     flags = [*flags, "--num-blocks", "40"] if flags[0] != "--kv-memory-bytes" else flags
     command = [sys.executable, "-m", "model.cluster", "--port", "0", "--cpus-per-process", "0.5"]
     ended = subprocess.run(
-        [*command, *flags], cwd=_ROOT, capture_output=True, text=True, timeout=_DEADLINE_S,
+        [*command, *flags], cwd=_ROOT, capture_output=True, text=True, timeout=HANG_S,
         check=False,
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr

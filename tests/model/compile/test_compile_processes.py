@@ -1,6 +1,7 @@
 """Processes that compile pieces: what they leave is what the caller runs, and they always end."""
 
 import fcntl
+import itertools
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import torch
 import torch._inductor
 from torch import fx, nn
 
-from backends import HelperProcess
+from backends import HelperProcess, helper_process
 from backends.helper_process import expecting
 from model.cli import start as cli_start
 from model.cli.options import ModelOptions
@@ -29,6 +30,7 @@ from model.compile.traced_network import trace_network
 from model.control.config import EngineConfig
 from model.errors import ModelNotFoundError
 from model.forward import network
+from tests.hang import HANG_S
 from tests.model.compile.test_pieces import SIZED, WEIGHT, module, needs_compiler
 from tests.model.compile.test_piecewise import agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
@@ -53,7 +55,7 @@ def is_alive(pid):
 
 
 def ends(pid):
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANG_S
     while is_alive(pid) and time.monotonic() < until:
         time.sleep(0.01)
     return not is_alive(pid)
@@ -61,12 +63,15 @@ def ends(pid):
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
-def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypatch, tmp_path):
+def test_a_network_runs_pieces_that_only_other_processes_have_compiled(
+    request, monkeypatch, tmp_path
+):
     monkeypatch.setenv("KVCORE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_processes, "_num_processes", lambda: 3)
     monkeypatch.setattr(pieces, "_compile", None)
     monkeypatch.setattr(torch, "compile", None)
     started = CompileProcesses()
+    request.addfinalizer(started.close)
     monkeypatch.setattr(piecewise, "compile_processes", lambda: started)
     piecewise.start_compiler(in_pieces=True)
     traced = trace_network(switched(build("qwen3", 3)), CPU)
@@ -80,10 +85,13 @@ def test_a_network_runs_pieces_that_only_other_processes_have_compiled(monkeypat
     network.submit(None)
 
 
-@pytest.mark.parametrize("command", ["import sys; sys.exit(1)", "import time; time.sleep(1000)"])
+@pytest.mark.parametrize(
+    "command",
+    ["import sys; sys.exit(1)", "import time; time.sleep(1000)", "while True: pass"],
+)
 def test_a_process_that_fails_or_hangs_is_not_waited_for(processes, monkeypatch, command):
     monkeypatch.setattr(compile_processes, "_COMMAND", command)
-    monkeypatch.setattr(compile_processes, "_PATIENCE_S", 0.1 if "sleep" in command else 60)
+    monkeypatch.setattr(compile_processes, "_PATIENCE_S", 60 if "exit" in command else 0.1)
     processes.start()
     assert processes.are_running
     first, _ = processes._all
@@ -91,6 +99,28 @@ def test_a_process_that_fails_or_hangs_is_not_waited_for(processes, monkeypatch,
     if wait is not None:  # it may have ended before it was asked
         wait()
     assert ends(first.pid)
+
+
+def test_a_process_that_is_late_on_a_busy_machine_is_waited_for(monkeypatch):
+    """It gets the processor now and then: far less than its patience in ten times as long."""
+    worked = itertools.count(1, 1e-4)
+    monkeypatch.setattr(helper_process, "_worked_s", lambda _: next(worked))
+    late = HelperProcess("import time; time.sleep(2)", {})
+    late.wait_or_kill(0.2)
+    late.close()
+    assert late.returncode == 0
+
+
+def test_the_work_of_a_process_is_that_of_all_that_it_has_started():
+    code = "import os, time; os.fork(); end = time.process_time() + 0.4\n"
+    code += "while time.process_time() < end: pass\n"
+    code += "open(1, 'w').write('x'); time.sleep(1000)"
+    both = HelperProcess(code, {}, answers=True)
+    assert both.stdout.read(2) == b"xx"
+    assert helper_process._worked_s(both.pid) >= 0.7
+    both.kill()
+    both.close()
+    assert helper_process._worked_s(1 << 30) == 0  # there is no such group
 
 
 def test_a_piece_whose_process_has_ended_is_compiled_here(processes, monkeypatch, tmp_path):

@@ -20,6 +20,7 @@ from model.cli.signals import StopRequest
 from model.engine import Engine
 from model.errors import UsageError, visible
 from model.load import loader
+from tests.hang import HANG_S
 from tests.model import broken_inputs
 from tests.model.broken_inputs import CONFIG, GROUPS, MORE_FIELDS, VALUES, Broken
 
@@ -266,7 +267,7 @@ def test_a_second_signal_ends_at_once_and_so_does_one_before_anything_runs(start
     with start("--prompt", "-") as process:
         time.sleep(0.5)  # it is waiting for its prompt
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(HANG_S) == 130
         assert process.stderr.read() == "interrupted\n"
 
 

@@ -13,6 +13,7 @@ import pytest
 from model.engine import Engine, TwinEngine
 from model.errors import RankLostError, UnsupportedModelError, UsageError
 from model.ranks.ranks import Ranks, join_ranks
+from tests.hang import HANG_S
 from tests.model import vision
 from tests.model.cli.test_run import main
 from tests.model.walk import DATA
@@ -40,7 +41,7 @@ class Ranked:
             for rank in range(size)
         ]
 
-    def end(self, timeout_s=200):
+    def end(self, timeout_s=HANG_S):
         """Wait for all: the highest exit code, and what they have written, rank by rank."""
         ended = [rank.end(timeout_s) for rank in self.ranks]
         written = ("".join(getattr(one, name) for one in ended) for name in ("stdout", "stderr"))
@@ -270,7 +271,7 @@ def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(ranked, stage):
     server, other = ranked(2, _MAIN, "serve", stage).ranks
     if ready := server.wait_for(r"(\S+): ready"):
         asked = {"prompt": "A tuple is", "max_tokens": 100, "ignore_eos": True}
-        answer = httpx.post(f"{ready[1]}/v1/completions", json=asked, timeout=200)
+        answer = httpx.post(f"{ready[1]}/v1/completions", json=asked, timeout=HANG_S)
         assert answer.status_code == 500
         assert _GONE.format(1) in answer.json()["error"]["message"]
     ended = server.end()

@@ -12,8 +12,8 @@ import pytest
 from model.errors import RankLostError
 from model.ranks import ranks
 from model.ranks.ranks import LOST, Watchdog, meet
+from tests.hang import HANG_S
 
-_S = 10.0
 GONE = "rank {} of the processes that share the network is gone"
 
 
@@ -25,7 +25,7 @@ class Minded:
         pairs = {rank: socket.socketpair() for rank in ranks}
         self.others = {rank: theirs for rank, (_, theirs) in pairs.items()}
         for each in self.others.values():
-            each.settimeout(_S)
+            each.settimeout(HANG_S)
         mine = {rank: mine for rank, (mine, _) in pairs.items()}
         self.watchdog = Watchdog(mine, self.ended.set, grace_s)
 
@@ -33,7 +33,7 @@ class Minded:
         return int.from_bytes(self.others[rank].recv(4), "little", signed=True)
 
     def join(self):
-        self.watchdog._thread.join(_S)
+        self.watchdog._thread.join(HANG_S)
         assert not self.watchdog._thread.is_alive()
 
     def close(self):
@@ -53,7 +53,7 @@ def test_the_end_of_another_process_is_one_line_that_names_it_and_ends_this_one(
     minded = mind(1, 2)
     assert not minded.ended.is_set()
     minded.others[2].close()
-    assert minded.ended.wait(_S)
+    assert minded.ended.wait(HANG_S)
     minded.join()
     assert capsys.readouterr().err == f"error: {GONE.format(2)}\n"
     assert minded.said_to(1) == 2
@@ -65,7 +65,7 @@ def test_the_end_of_another_process_is_one_line_that_names_it_and_ends_this_one(
 def test_what_the_first_process_has_told_is_not_told_again(mind, capsys):
     minded = mind(0)
     minded.others[0].sendall((3).to_bytes(4, "little"))
-    assert minded.ended.wait(_S)
+    assert minded.ended.wait(HANG_S)
     minded.join()
     assert capsys.readouterr().err == ""
     assert str(minded.watchdog.loss()) == GONE.format(3)
@@ -76,14 +76,14 @@ def test_a_process_that_fails_by_itself_says_why_and_the_others_only_end(mind, c
     first = Watchdog({1: failing.others.pop(0), 2: other.others.pop(0)}, lambda: None, 0.0)
     failing.watchdog.fail()
     for each in (first, other.watchdog):
-        each._thread.join(_S)
+        each._thread.join(HANG_S)
         assert str(each.loss()) == GONE.format(1)
     assert other.ended.is_set()
     assert capsys.readouterr().err == ""
 
 
 def test_a_disarmed_watchdog_ends_no_process_and_says_that_its_own_ends(mind, capsys):
-    minded = mind(1, grace_s=_S)
+    minded = mind(1, grace_s=HANG_S)
     minded.watchdog.disarm()
     minded.watchdog.disarm()
     assert minded.said_to(1) == -1
@@ -117,20 +117,20 @@ def test_the_first_process_meets_all_others_and_no_stranger(monkeypatch):
     made = {}
 
     def first(message):
-        with socket.create_connection(("localhost", message[0]), _S) as stranger:
+        with socket.create_connection(("localhost", message[0]), HANG_S) as stranger:
             stranger.sendall(b"x" * 16)
         for each in said:
             each.put(message)
 
     def other(rank):
-        made[rank] = meet(rank, 3, lambda _: said[rank - 1].get(timeout=_S))
+        made[rank] = meet(rank, 3, lambda _: said[rank - 1].get(timeout=HANG_S))
 
     threads = [threading.Thread(target=other, args=(rank,)) for rank in (1, 2)]
     for thread in threads:
         thread.start()
     found = meet(0, 3, first)
     for thread in threads:
-        thread.join(_S)
+        thread.join(HANG_S)
     assert set(found) == {1, 2}
     for rank, connection in found.items():
         assert connection.getpeername() == made[rank][0].getsockname()
@@ -152,6 +152,6 @@ def test_a_process_that_waits_in_vain_leaves_with_one_line():
         "threading.Event().wait()"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert (ended.returncode, ended.stderr) == (3, f"error: {GONE.format(1)}\n")

@@ -17,13 +17,13 @@ from model.control.grammar import WHITE_SPACE, Grammar, spaced
 from model.engine import Engine
 from model.errors import GrammarError, InvalidSettingError, UnsupportedModelError
 from model.sample import grammar_compiler, grammars, request_sampler
+from tests.hang import HANG_S as DEADLINE_S
 from tests.model.networks import ByteCodec
 from tests.model.reference import ReferenceBackend
 from tests.model.sample.test_engine_sampling import hashed_logits, run
 from tests.model.test_engine import PROMPT, SIZES, greedy, is_async, network  # noqa: F401
 
 END = 256
-DEADLINE_S = 60
 
 
 def make(ends=(END,), **sizes):

@@ -12,13 +12,13 @@ from model.control.grammar import Grammar
 from model.engine import Engine, TwinEngine
 from model.errors import GrammarError, InvalidSettingError
 from model.sample import grammar_compiler, grammars
+from tests.hang import HANG_S as DEADLINE_S
 from tests.model.networks import ByteCodec
 from tests.model.reference import ReferenceBackend
 from tests.model.sample.test_engine_sampling import run
 from tests.model.test_engine import PROMPT, SIZES, greedy, network
 
 END = 256
-DEADLINE_S = 60
 
 
 def make(**sizes):

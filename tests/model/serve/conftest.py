@@ -18,10 +18,9 @@ from model.serve.head import BoundedProtocol
 from model.serve.listener import address_of, listen
 from model.serve.process import Server
 from model.tiny import CHECKPOINT_DIR
+from tests.hang import HANG_S as DEADLINE_S
 from tests.model.serve.calls import TEMPLATE
 from tests.model.serve.vllm_lacks import reason_to_skip
-
-DEADLINE_S = 60
 
 
 class Served:

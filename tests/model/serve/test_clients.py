@@ -11,6 +11,7 @@ import pytest
 
 from model.sample import grammar_compiler
 from model.serve.protocol import ErrorReport
+from tests.hang import HANG_S
 
 ENDLESS = {"prompt": "A tuple is", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
@@ -22,7 +23,7 @@ def raw_request(body, path="/v1/completions", **headers):
 
 
 def connect(served):
-    return socket.create_connection(served.listener.getsockname()[:2], timeout=30)
+    return socket.create_connection(served.listener.getsockname()[:2], timeout=HANG_S)
 
 
 def kill(connection):
@@ -246,7 +247,7 @@ def test_many_streams_lose_nothing_and_leave_no_block(served, count):
 
     async def many():
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=served.url, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=served.url, timeout=HANG_S, limits=limits) as client:
             return await asyncio.gather(*[one(client, number) for number in range(count)])
 
     counts = asyncio.run(many())
@@ -260,7 +261,7 @@ def test_a_grammar_whose_client_has_gone_is_not_compiled(served, http, monkeypat
 
     def waits(grammar):
         sources.append(grammar.text)
-        assert goes_on.wait(60)
+        assert goes_on.wait(HANG_S)
         return source(grammar)
 
     monkeypatch.setattr(grammar_compiler, "_source", waits)

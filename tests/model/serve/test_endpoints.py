@@ -10,6 +10,7 @@ import kvcore
 from model.async_engine import AsyncEngine
 from model.control.params import SamplingParams
 from model.serve.config import ServeConfig
+from tests.hang import HANG_S
 from tests.model.serve.conftest import DEADLINE_S, Served
 
 GREEDY = {"prompt": "A tuple is", "max_tokens": 8, "temperature": 0}
@@ -159,7 +160,7 @@ def test_strict_fields_refuses_an_unknown_field(make_engine):
     config = ServeConfig(port=0, served_model_name="tiny", strict_fields=True)
     with (
         Served(AsyncEngine(make_engine, max_waiting=10), config) as running,
-        httpx.Client(base_url=running.url, timeout=60) as client,
+        httpx.Client(base_url=running.url, timeout=HANG_S) as client,
     ):
         refused = client.post("/v1/completions", json={**GREEDY, "promt": "x"})
         assert client.post("/v1/completions", json=GREEDY).status_code == 200

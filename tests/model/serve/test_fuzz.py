@@ -18,6 +18,7 @@ from model.serve.protocol import (
     TokenizeRequest,
 )
 from model.serve.responses import ResponsesRequest
+from tests.hang import HANG_S
 
 ROUTES = {
     "/v1/completions": (CompletionRequest, Completion),
@@ -216,7 +217,7 @@ def bodies(draw, request_type):
 def test_no_body_of_any_kind_makes_a_500_or_an_answer_of_another_form(agents, path):
     request_type, answer_type = ROUTES[path]
     served, kinds = agents, set()
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as client:
 
         @settings(max_examples=40)
         @given(body=bodies(request_type))

@@ -33,7 +33,6 @@ def guarded(make_engine):
         port=0,
         api_keys=("first", "second"),
         allow_origins=("https://example.org",),
-        request_timeout_s=0.3,
     )
     engine = AsyncEngine(lambda: make_engine(max_num_seqs=2), max_waiting=2)
     with Served(engine, config) as running:
@@ -68,10 +67,16 @@ def test_without_a_key_nothing_is_answered_but_how_the_server_is(client, shown):
         (["--api-key", "a", "--api-key", ""], None, "--api-key: wanted text that is not empty"),
         ([], "", r"\$KVCORE_API_KEY is set and empty.* --api-key"),
         (["--api-key", "a"], "", r"\$KVCORE_API_KEY is set and empty"),
+        (["--api-key", " "], None, "--api-key .* without spaces.* got others in key number 1$"),
+        (["--api-key", "a", "--api-key", "two words"], None, "in key number 2$"),
+        (["--api-key", "schlüssel"], None, "--api-key .* ASCII"),
+        ([], "secret\n", r"or \$KVCORE_API_KEY\): .* got others in key number 1$"),
     ],
 )
 @pytest.mark.parametrize("parse", [parse_args, cluster_args.parse_args])
-def test_a_key_that_is_empty_is_refused_at_the_start(monkeypatch, parse, argv, variable, named):
+def test_a_key_that_no_header_can_hold_is_refused_at_the_start(
+    monkeypatch, parse, argv, variable, named
+):
     if variable is not None:
         monkeypatch.setenv("KVCORE_API_KEY", variable)
     with pytest.raises(UsageError, match=named):
@@ -93,6 +98,22 @@ def test_an_empty_key_is_never_the_key_even_where_a_configuration_has_one(monkey
     gate = Gate(None, ServeConfig(api_keys=("",)))
     assert not gate._has_key(Headers({"authorization": "Bearer "}))
     assert not gate._has_key(Headers({"authorization": "Bearer"}))
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["foo", "", " ", "example.org", "https://example.org/", "https://Example.org", "http:"],
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin):
+    with pytest.raises(UsageError, match=r"--allow-origin: wanted \* or an origin .* got '"):
+        parse_args(["--allow-origin", origin])
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "null", "https://example.org", "http://[::1]:3000", "app://localhost"]
+)
+def test_an_origin_that_browsers_send_is_taken(origin):
+    assert parse_args(["--allow-origin", origin]).serve.allow_origins == (origin,)
 
 
 @pytest.mark.parametrize(
@@ -135,14 +156,16 @@ def test_pages_of_an_origin_that_is_named_may_read_answers_and_others_not(client
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_a_body_that_does_not_come_is_given_up(guarded):
-    address = guarded.listener.getsockname()[:2]
-    with socket.create_connection(address, timeout=DEADLINE_S) as connection:
-        connection.sendall(
-            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
-            b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
-        )
-        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+def test_a_body_that_does_not_come_is_given_up(make_engine):
+    config = ServeConfig(port=0, request_timeout_s=0.3)
+    with Served(AsyncEngine(make_engine), config) as hurried:
+        address = hurried.listener.getsockname()[:2]
+        with socket.create_connection(address, timeout=DEADLINE_S) as connection:
+            connection.sendall(
+                b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+            )
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_who_comes_when_the_queue_is_full_is_told_to_come_again(guarded):

@@ -19,6 +19,7 @@ from model.errors import InvalidArgumentError
 from model.load.loader import load_model
 from model.serve import image_urls
 from model.serve.config import ServeConfig
+from tests.hang import HANG_S
 from tests.model import vision
 from tests.model.serve.conftest import Served
 
@@ -66,7 +67,7 @@ def seeing(engine_maker):
 
 @pytest.fixture
 def client(seeing):
-    with httpx.Client(base_url=seeing.url, timeout=60) as one:
+    with httpx.Client(base_url=seeing.url, timeout=HANG_S) as one:
         yield one
 
 
@@ -154,7 +155,7 @@ class _Files(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"x" * 300)
         if path == "/slow":
             self.wfile.flush()
-            self.server.released.wait(10)
+            self.server.released.wait(HANG_S)
 
     def log_message(self, *_):
         """Nothing."""

@@ -20,6 +20,7 @@ from model.serve.app import create_app
 from model.serve.args import parse_args
 from model.serve.config import ServeConfig
 from model.serve.listener import listen
+from tests.hang import HANG_S
 
 
 def run(engine, monkeypatch, client=None):
@@ -114,7 +115,7 @@ def test_a_signal_while_the_model_loads_ends_the_server_without_a_traceback(monk
 
     def make():
         loads.set()
-        ended.wait(60)
+        ended.wait(HANG_S)
         raise lost()
 
     async def ask(asked):

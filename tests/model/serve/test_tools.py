@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from tests.hang import HANG_S
 from tests.model.serve.calls import ADD, CALL, HELLO, NOW, OTHER, STRICT, guide
 
 
@@ -143,7 +144,7 @@ def http_of(agents):
     """The text of what tokenizing messages gives."""
 
     def text(path, **body):
-        with httpx.Client(base_url=agents.url, timeout=60) as http:
+        with httpx.Client(base_url=agents.url, timeout=HANG_S) as http:
             tokens = http.post(path, json=body).json()["tokens"]
             return http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
 

@@ -17,6 +17,7 @@ from model.host import Host
 from model.serve import live
 from model.serve.config import ServeConfig
 from model.serve.live import PoolFeed
+from tests.hang import HANG_S as DEADLINE_S
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
 from tests.model.serve.conftest import Served
@@ -24,7 +25,6 @@ from tests.model.view.conftest import CELL_COLOURS, kind
 from tests.model.view.replay import Replay
 
 KEY = "an-api-key-that-is-hard-to-guess"
-DEADLINE_S = 30
 PROMPT = "one prompt that both of them share, "
 
 

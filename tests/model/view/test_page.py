@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from tests.hang import HANG_S
 from tests.model.view.conftest import CELL_COLOURS, kind, shown, simulated_trace
 from tests.model.view.replay import Replay
 
@@ -361,7 +362,7 @@ def test_the_server_of_a_trace_knows_its_own_name_alone(address):
         (f"127.0.0.1:{port}", "/page/../../../pyproject.toml", 404),
         (f"127.0.0.1:{port}", "/page//etc/passwd", 404),
     ):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_S)
         connection.request("GET", path, headers={"Host": host})
         answer = connection.getresponse()
         assert (answer.status, bool(answer.read())) == (status, True)
