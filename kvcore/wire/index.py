@@ -85,7 +85,7 @@ class IndexStats:
         num_contents: different contents, each counted once.
         num_held: contents, counted for each publisher and group that holds them.
         num_orphans: blocks ignored because their parent was never published.
-        num_passed_over: events ignored: unknown media, copies that are not local, or groups that are
+        num_passed_over: events ignored: unknown media, copies that are not local, groups that are
             not indexed.
     """
 

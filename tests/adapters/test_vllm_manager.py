@@ -33,17 +33,19 @@ def live(dice, groups, kind=Manager, num_steps=60):
     """Let a random crowd of requests live over few blocks, and check what they read."""
     num_blocks = dice.choice([24, 30, 60])
     has_states = isinstance(groups[-1], kvcore.RecurrentState)
-    recompute = 0 if has_states or kind is Manager022 else dice.choice([0, 0, 1, 3])
+    drafting = not (has_states or kind is Manager022)
+    recompute = dice.choice([0, 0, 1, 3]) if drafting else 0
+    lookahead = dice.choice([0, 1, 3]) if drafting and not recompute else 0
     manager = manager_of(
         groups, num_blocks, kind, event_hashes="sha256", keep_fresh=True, recompute=recompute,
-        enable_caching=not has_states or dice.random() < 0.9,
+        lookahead=lookahead, enable_caching=not has_states or dice.random() < 0.9,
     )  # fmt: skip
     ahead = dice.random() < 0.5
     world = World(
         manager, ahead=ahead, budget=dice.choice([5, 16, 40]),
         defers=kind is not Manager022 and dice.random() < 0.3,
         num_drafts=0 if ahead or has_states else dice.choice([0, 2, 5]),
-        looks_twice=dice.random() < 0.3, recompute=recompute,
+        looks_twice=dice.random() < 0.3, recompute=recompute, lookahead=lookahead,
     )  # fmt: skip
     manager.kv.events.max_hashes = dice.choice([2, 20, 10_000])
     told = set()
@@ -203,7 +205,24 @@ class DraftKvHit(Manager):
         super().__init__(replace(settings, recompute=0))
 
 
+class DraftKvOfAnyNextToken(Manager):
+    """A draft model finds KV that was made from another next token."""
+
+    def __init__(self, settings):
+        super().__init__(replace(settings, lookahead=0))
+
+
+class PrefixOfAnyFirstToken(Manager):
+    """Where a draft model has read ahead, the first tokens of a prompt do not count."""
+
+    def _prompt_of(self, request):
+        prompt = super()._prompt_of(request)
+        salt = prompt.namespace and prompt.namespace.salt[4 * self._ahead :]
+        return replace(prompt, namespace=prompt.namespace and kvcore.Namespace(salt=salt))
+
+
 PLANTED = {
+    DraftKvOfAnyNextToken: PLAIN, PrefixOfAnyFirstToken: PLAIN,
     StateNotHeld: DENSE, StateBeforeItsColumn: STATES,
     StatePiecesSwapped: PIECES, DraftKvHit: PLAIN,
     SaltIgnored: PLAIN, ImagesIgnored: PLAIN, NothingHeld: WINDOWS, TableAfterwards: CHUNKS,

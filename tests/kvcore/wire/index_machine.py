@@ -2,7 +2,7 @@
 
 Their streams are made up, not a manager's: a block may go before what follows it, and a window may
 follow what is gone. Each has a group that sees everything and two with windows, whose blocks may
-have other sizes, and whose hashes may cover tokens after them, as an engine's do where a draft model
+have other sizes and whose hashes may cover tokens after them, as an engine's do if a draft model
 reads ahead: a block is told once these are known, and is hit where the same ones follow. Beside the
 index stands what each has told, as sets of paths. Of windows the index may know less: what they
 follow is known by a name alone.
