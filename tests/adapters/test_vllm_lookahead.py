@@ -134,8 +134,7 @@ class ShortSighted(Manager):
 @pytest.mark.parametrize("kind", [FirstTokensIgnored, LastBlockLeft, ShortSighted])
 def test_a_manager_that_looks_ahead_badly_is_found(kind):
     with pytest.raises(AssertionError):
-        for seed in range(50):
-            compare(random.Random(seed), kind)
+        [compare(random.Random(seed), kind) for seed in range(50)]
 
 
 def follow(dice, groups, ahead_of_events=None):
@@ -183,8 +182,7 @@ def test_an_index_that_hears_vllms_words_says_what_is_hit(groups, dice):
 @pytest.mark.parametrize("ahead", [lambda _: 0, lambda count: 1 if count else 0])
 def test_events_that_say_other_next_tokens_are_found(ahead):
     with pytest.raises(AssertionError):
-        for seed in range(50):
-            follow(random.Random(seed), PLAIN, ahead)
+        [follow(random.Random(seed), PLAIN, ahead) for seed in range(50)]
 
 
 def told_of(prompt, lookahead, **about):

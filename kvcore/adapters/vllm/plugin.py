@@ -21,8 +21,8 @@ LOGGER: Final = "vllm.plugins.kvcore"
 
 
 def version() -> str:
-    """Return which vLLM this process has imported; "an unknown version" if it does not say."""
-    return str(getattr(sys.modules.get("vllm"), "__version__", "an unknown version"))
+    """Return which vLLM this process has imported; "of an unknown version" if it does not say."""
+    return str(getattr(sys.modules.get("vllm"), "__version__", "of an unknown version"))
 
 
 def minor_version() -> str:
