@@ -58,6 +58,7 @@ def live(dice, groups, kind=Manager, num_steps=60):
                     f"r{number}", dice.choice(heads) + tail, max_tokens=dice.randrange(1, 9),
                     salt=dice.choice([None, "a"]), lora=dice.choice([None, "a"]),
                     image=dice.choice([None, None, "cat", "dog"]),
+                    limit=dice.choice([None, None, None, 0, 4, 9]),
                 )
             )  # fmt: skip
         crowd = world.waiting + world.running
@@ -238,6 +239,56 @@ def test_a_planted_bug_is_found(kind):
         except (AssertionError, kvcore.KVCoreError, IndexError):
             return
     pytest.fail("all was well")
+
+
+def hits_within(groups, limit, **about):
+    """What a prompt of 17 hits of its twin, within a limit."""
+    manager = manager_of(groups)
+    world = World(manager, budget=100)
+    world.add(Request("a", range(17), **about))
+    for _ in range(6):
+        world.step()
+    hits = manager.get_computed_blocks(Request("b", range(17), **about), limit)[1]
+    manager.new_step_starts()
+    assert manager.kv.num_free_blocks == manager.kv.num_usable_blocks
+    return hits
+
+
+@pytest.mark.parametrize(
+    ("groups", "about", "wanted"),
+    [(PLAIN, {}, [0, 0, 4, 8, 16]), (WINDOWS, {}, [0, 0, 4, 8, 16]),
+     (STATES, {}, [0, 0, 0, 0, 16]), (PLAIN, {"image": "cat"}, [0, 0, 0, 0, 16])],
+    ids=["plain", "windows", "states", "images"],
+)  # fmt: skip
+def test_no_more_is_hit_than_is_wanted(groups, about, wanted):
+    assert [hits_within(groups, limit, **about) for limit in (0, 3, 4, 11, 16)] == wanted
+    assert hits_within(groups, None, **about) == 16
+
+
+@pytest.mark.parametrize("groups", [PLAIN, WINDOWS], ids=["plain", "windows"])
+def test_a_block_is_known_by_vllms_hash_while_it_can_be_hit(groups):
+    """As vLLM asks that keeps outputs beside the tokens, by its own hashes of two tokens each."""
+    manager = manager_of(groups, num_blocks=12, hash_block_size=2)
+    pool, group = manager.block_pool, manager.coordinator.full_attention_group_id
+    request = Request("a", range(9))
+    request.block_hashes = [bytes([place]) for place in range(4)]
+    assert pool.get_cached_block(b"\1", [group]) is None
+    assert manager.allocate_slots(request, 9, 0, manager.get_computed_blocks(request)[0])
+    ids = manager.get_block_ids("a")[group]
+    found = [pool.get_cached_block(name, [group]) for name in request.block_hashes]
+    assert [one and one[0].block_id for one in found] == [None, ids[0], None, ids[1]]
+    manager.free(request)
+    assert pool.get_cached_block(b"\3", [group])
+    other = Request("b", range(50, 59))
+    other.block_hashes = [bytes([place]) for place in range(10, 14)]
+    while pool.get_cached_block(b"\1", [group]):  # until others have taken its block
+        other.all_token_ids = [token + 9 for token in other.all_token_ids]
+        manager.new_step_starts()
+        assert manager.allocate_slots(other, 9, 0, manager.get_computed_blocks(other)[0])
+        manager.free(other)
+    assert pool.get_cached_block(b"\x0b", [group])
+    assert manager.reset_prefix_cache()
+    assert pool.get_cached_block(b"\x0b", [group]) is None
 
 
 def test_a_prompt_is_hit_in_the_step_that_computes_it():

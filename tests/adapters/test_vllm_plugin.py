@@ -17,8 +17,10 @@ from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 
+import msgspec
 import torch
 import vllm
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -31,6 +33,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 import kvcore
+from kvcore import wire
 from kvcore.adapters.vllm import engine as adapter
 from kvcore.adapters.vllm import plugin
 from kvcore.adapters.vllm.engine import WORDS
@@ -349,6 +352,92 @@ def test_vllms_requests_hit_what_they_hit_in_vllm_whatever_they_depend_on(seed):
         assert found[0] == found[1], told
         in_all += found[0]
     assert in_all > 200
+
+
+LOOKS_AHEAD = "num_hash_lookahead_tokens" in PARAMETERS
+
+
+def block_by_block(events):
+    """What events say of each block, without its hash."""
+    told = []
+    for event in events:
+        if type(event).__name__ == "BlockStored":
+            size = event.block_size
+            for place, after in enumerate(event.lookahead_token_ids):
+                tokens = event.token_ids[place * size : (place + 1) * size]
+                keys = event.extra_keys and event.extra_keys[place]
+                told.append((tokens, after, keys, event.lora_name, event.kv_cache_spec_kind))
+    return told
+
+
+@pytest.mark.skipif(not LOOKS_AHEAD, reason="hashes look ahead in vLLM 0.33")
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_hashes_look_ahead_requests_hit_and_events_say_what_they_do_in_vllm(seed, lookahead):
+    dice = random.Random(seed)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256, lookahead)
+    options = {
+        "num_hash_lookahead_tokens": lookahead, "num_prefill_lookahead": lookahead,
+        "enable_kv_cache_events": True,
+    }  # fmt: skip
+    managers = [make(**config(FULL, blocks=2_000), **options)
+                for make in (PLUGIN.own_manager, PLUGIN.manager)]  # fmt: skip
+    index, in_all = wire.Index(), 0
+    begins = [[dice.randrange(2) for _ in range(60)] for _ in range(2)]
+    for number in range(60):
+        tokens = dice.choice(begins)[: dice.randrange(20, 61)]
+        tokens = tokens + [dice.randrange(2) for _ in range(dice.randrange(40, 60))]
+        told, found, events = whose(dice), [], []
+        for manager, block_hasher in zip(managers, (hasher, None), strict=True):
+            request = Request(
+                str(number), tokens, SamplingParams(max_tokens=9), None,
+                block_hasher=block_hasher, **told,
+            )  # fmt: skip
+            blocks, hits, *_ = manager.get_computed_blocks(request)
+            assert manager.allocate_slots(request, request.num_tokens - hits, hits, blocks)
+            request.num_computed_tokens = request.num_tokens
+            manager.free(request)
+            found.append(hits)
+            events.append(manager.take_events())
+        assert found[0] == found[1], told
+        assert block_by_block(events[0]) == block_by_block(events[1])
+        in_all += found[0]
+        for who, some in zip(("own", "ours"), events, strict=True):
+            index.apply(who, wire.decode(msgspec.msgpack.encode(KVEventBatch(1.0, some))))
+        plain = Request("plain", tokens, SamplingParams(max_tokens=9), None, block_hasher=hasher)
+        hits = managers[0].get_computed_blocks(plain)[1]
+        wanted = {"own": hits, "ours": hits} if hits else {}
+        assert index.match(tokens) == wanted
+    assert in_all > 200
+
+
+@pytest.mark.skipif(not LOOKS_AHEAD, reason="hashes look ahead in vLLM 0.33")
+@pytest.mark.parametrize("seed", range(4))
+def test_an_index_of_vllms_own_manager_says_what_it_hits_after_blocks_are_evicted(seed):
+    dice = random.Random(seed)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256, 1)
+    manager = PLUGIN.own_manager(
+        **config(FULL, blocks=14), num_hash_lookahead_tokens=1, num_prefill_lookahead=1,
+        enable_kv_cache_events=True,
+    )  # fmt: skip
+    index, prompts, in_all = wire.Index(), [], 0
+    head = [dice.randrange(2) for _ in range(80)]
+    for number in range(80):
+        tokens = head[: dice.randrange(81)] + [dice.randrange(2) for _ in range(20)]
+        request = Request(str(number), tokens, SamplingParams(), None, block_hasher=hasher)
+        blocks, hits, *_ = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, request.num_tokens - hits, hits, blocks)
+        manager.free(request)
+        batch = KVEventBatch(1.0, manager.take_events())
+        index.apply("own", wire.decode(msgspec.msgpack.encode(batch)))
+        prompts = [*prompts[-9:], request]
+        for one in prompts:
+            hits = manager.get_computed_blocks(one)[1]
+            assert index.match(one.all_token_ids[:]).get("own", 0) == hits
+            in_all += hits
+    assert in_all > 1000
 
 
 @pytest.mark.parametrize("names", ["", "other", "kvcores"])

@@ -38,7 +38,9 @@ def settings(groups=PLAIN, num_blocks=40, **options):
 class Request:
     """What vLLM's `Request` is to a manager, and to this scheduler."""
 
-    def __init__(self, request_id, prompt, *, max_tokens=4, salt=None, lora=None, image=None):
+    def __init__(
+        self, request_id, prompt, *, max_tokens=4, salt=None, lora=None, image=None, limit=None
+    ):  # fmt: skip
         self.request_id = request_id
         self.all_token_ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
@@ -51,6 +53,7 @@ class Request:
         self.drafts = []
         self.skip_reading_prefix_cache = self.resumable = False
         self.block_hashes = []
+        self.limit = limit  # the most tokens that it may hit
         self.cache_salt = salt
         self.lora_request = lora and SimpleNamespace(lora_name=lora, lora_int_id=1)
         self.mm_features = []
@@ -210,7 +213,8 @@ class World:
         while self.waiting and budget:
             one = self.waiting[0]
             for _ in range(1 + self.looks_twice):
-                blocks, hits, *more = self.manager.get_computed_blocks(one)
+                blocks, hits, *more = self.manager.get_computed_blocks(one, one.limit)
+            assert one.limit is None or hits <= one.limit
             one.junction = more[0] if more else 0
             count = self.aligned(one, hits, min(one.num_tokens - hits, budget))
             if not count or self.manager.allocate_slots(
