@@ -226,3 +226,32 @@ def test_an_event_that_follows_another_has_the_tokens_that_it_begins_with():
     assert (first.token_ids, first.lookahead_token_ids) == ([0, 1, 2, 3], [[4]])
     assert (second.token_ids, second.lookahead_token_ids) == ([4, 5, 6, 7], [[8]])
     assert second.parent_block_hash == first.block_hashes[0]
+
+
+def test_a_token_of_a_streamed_input_that_is_replaced_was_read_ahead_by_one_block():
+    manager = manager_of(PLAIN, lookahead=1)
+
+    def hits(*tokens):
+        probe = Request("probe", tokens)
+        found = manager.get_computed_blocks(probe)[1]
+        manager.free(probe)
+        return found
+
+    session = Request("session", [1, 2, 3])
+    session.resumable = True
+    compute(manager, session, 3, 0, manager.get_computed_blocks(session)[0])
+    for token in (4, 5):
+        session.all_token_ids.append(token)
+        manager.cache_blocks(session, session.num_computed_tokens)
+        if token == 4:
+            compute(manager, session, 1)
+    assert hits(1, 2, 3, 4, 5, 100) == 4
+    session.all_token_ids[4:] = [42, 43, 44, 45, 46]  # the next input, in the place of the 5
+    compute(manager, session, 5)
+    assert hits(*session.all_token_ids) == 0  # its KV was made from the 5
+    assert hits(1, 2, 3, 4, 5, 100) == 4
+    manager.free(session)
+    session.num_computed_tokens = 0
+    compute(manager, session, 9, 0, manager.get_computed_blocks(session)[0])
+    assert hits(*session.all_token_ids) == 8
+    assert hits(1, 2, 3, 4, 42, 100) == hits(1, 2, 3, 4, 5, 100) == 4
