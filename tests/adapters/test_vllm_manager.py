@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcore
+from kvcore.adapters.vllm import blocks as vllm_blocks
+from kvcore.adapters.vllm import events, lookahead, plugin, prompts, states
 from kvcore.adapters.vllm import manager as vllm_manager
 from kvcore.adapters.vllm.manager import Manager, Manager022
 from kvcore.adapters.vllm.states import StateManager
@@ -196,7 +198,7 @@ class StatePiecesSwapped(StateManager):
 
     def _blocks_of(self, seq, total=0):
         ids = super()._blocks_of(seq, total).get_block_ids()
-        return vllm_manager.Blocks([*ids[:-2], ids[-1], ids[-2]])
+        return vllm_blocks.Blocks([*ids[:-2], ids[-1], ids[-2]])
 
 
 class DraftKvHit(Manager):
@@ -463,8 +465,9 @@ def test_a_connectors_tokens_are_refused():
         manager_of().allocate_slots(Request("a", range(9)), 5, num_external_computed_tokens=4)
 
 
-def test_nothing_of_vllm_is_imported_by_the_manager():
-    assert "vllm" not in vars(vllm_manager)
+def test_nothing_of_vllm_is_imported_but_by_the_engine():
+    for module in (vllm_blocks, events, lookahead, vllm_manager, plugin, prompts, states):
+        assert "vllm" not in vars(module)
 
 
 class Stats:
@@ -813,7 +816,7 @@ def test_a_deferred_request_gives_back_what_its_steps_still_see_when_told():
 
 
 def test_blocks_are_shown_as_vllm_shows_them():
-    blocks = vllm_manager.Blocks(([1, 0], [5]))
+    blocks = vllm_blocks.Blocks(([1, 0], [5]))
     assert blocks.get_block_ids() == ([1, 0], [5])
     assert blocks.get_block_ids(group_ids=[1]) == ([5],)
     assert blocks.get_block_ids(allow_none=True) == ([1, 0], [5])
@@ -821,7 +824,7 @@ def test_blocks_are_shown_as_vllm_shows_them():
     empty = blocks.new_empty()
     assert empty.get_block_ids() == ([], [])
     assert empty.get_block_ids(allow_none=True) is None
-    assert vllm_manager.Blocks(([], [5])).get_block_ids(allow_none=True) == ([], [5])
+    assert vllm_blocks.Blocks(([], [5])).get_block_ids(allow_none=True) == ([], [5])
     blocks.get_block_ids()[0].append(9)
     assert blocks.get_block_ids() == ([1, 0], [5])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib import import_module
 from typing import Final
 
 VERSIONS: Final = ("0.22", "0.32", "0.33")
@@ -37,9 +38,7 @@ def register() -> None:
     why = ""
     if minor_version() in VERSIONS:
         try:
-            from kvcore.adapters.vllm.engine import install  # noqa: PLC0415  # imports vLLM
-
-            install()
+            import_module("kvcore.adapters.vllm.engine").install()
         except (ImportError, AttributeError) as error:
             why = f", in which a name has moved ({error})"
         else:

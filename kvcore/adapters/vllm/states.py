@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvcore import Block, KVSequence, StateTable
-from kvcore.adapters.vllm.manager import Blocks, Ids, Manager, Settings
+from kvcore.adapters.vllm.blocks import Blocks, Ids
+from kvcore.adapters.vllm.manager import Manager, Settings
 from kvcore.adapters.vllm.prompts import Request
 
 
