@@ -477,6 +477,8 @@ def config(*specs, blocks=50):
     ("options", "why"),
     [
         ({"num_prefill_lookahead": 2}, "MTP"),
+        ({"num_prefill_lookahead": 3, "num_hash_lookahead_tokens": 2}, "MTP"),
+        ({"num_hash_lookahead_tokens": 17}, "further ahead than a block"),
         ({"dcp_world_size": 2}, "context parallelism"),
     ],
 )
@@ -511,15 +513,16 @@ def test_an_engine_with_a_connector_keeps_vllms_manager_and_its_hashes():
     ("specs", "options", "why"),
     [
         ([STATE], {}, "without a layer of attention"),
-        ([FULL, replace(STATE, num_speculative_blocks=2)], {}, "a state for each draft token"),
-        ([FULL, replace(STATE, num_prefill_checkpoint_blocks=1)], {}, "within a chunk"),
-        ([FULL, replace(STATE, block_size=32)], {}, "other positions"),
+        ([FULL, {"num_speculative_blocks": 2}], {}, "a state for each draft token"),
+        ([FULL, {"num_prefill_checkpoint_blocks": 1}], {}, "within a chunk"),
+        ([FULL, {"block_size": 32}], {}, "other positions"),
         ([FULL, STATE], {"hash_block_size": 8}, "prefix_match_unit"),
     ],
 )
 def test_states_that_are_not_served_are_said(specs, options, why):
     if adapter.minor_version() == "0.22":
         pytest.skip("none are served")
+    specs = [replace(STATE, **spec) if isinstance(spec, dict) else spec for spec in specs]
     assert why in adapter.settings_of(**config(*specs) | options)
 
 
