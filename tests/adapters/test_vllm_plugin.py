@@ -85,6 +85,8 @@ def as_it_was(monkeypatch):
 
 @pytest.mark.parametrize("case", [*SMALL.values(), STATES_FIRST], ids=[*SMALL, "states first"])
 def test_vllms_scheduler_takes_the_same_steps_and_finds_the_same_hits(case, monkeypatch):
+    if STATE in case[0] and adapter.minor_version() == "0.22":
+        pytest.skip("no states are served")
     init_none_hash(sha256)
     found = []
     for manager in (PLUGIN.own_manager, PLUGIN.manager):
