@@ -8,8 +8,8 @@ cost speed, but never produces a match that the tokens do not have.
 A copy in a tier (medium "CPU" or "STORAGE") counts as held like a block of the cache: what has
 left the cache stays in the tree while a tier has it. Its tokens were told with the block; a copy
 that was told without them waits until they are. Tiers of one medium differ by their `ownership`,
-and each has copies of its own. What is REMOTE is as far from its publisher as from the others, so
-it does not count. A session names the request that stored a block, which any other may hit.
+and each has its copies. A REMOTE copy is as far from its publisher as from the others, so it does
+not count. The session of an event stored the block first; requests of others hit it too.
 
 The hash of a block may cover tokens after it (`lookahead_token_ids`): a draft model computes the KV
 of a block's last tokens from them. Such a block can be hit only where these tokens follow, so they

@@ -52,7 +52,7 @@ class Engine:
 
 
 def compute(manager, request, count, hits=0, blocks=None):
-    """A step of one request."""
+    """Compute `count` tokens of a request in one step."""
     assert manager.allocate_slots(request, count, hits, blocks)
     request.num_computed_tokens = max(hits, request.num_computed_tokens) + count
     request.status.name = "RUNNING"
@@ -186,7 +186,7 @@ def test_events_that_say_other_next_tokens_are_found(ahead):
 
 
 def told_of(prompt, lookahead, **about):
-    """What vLLM's words for a prompt that was computed are."""
+    """Compute a prompt; return its events in vLLM's words."""
     manager = manager_of(
         PLAIN, event_hashes="sha256", lookahead=lookahead, spell=Speller(WORDS, KINDS, lookahead)
     )

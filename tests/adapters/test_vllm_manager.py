@@ -244,7 +244,7 @@ def test_a_planted_bug_is_found(kind):
 
 
 def hits_within(groups, limit, **about):
-    """What a prompt of 17 hits of its twin, within a limit."""
+    """Return how much a prompt of 17 tokens hits of its twin, within a limit."""
     manager = manager_of(groups)
     world = World(manager, budget=100)
     world.add(Request("a", range(17), **about))

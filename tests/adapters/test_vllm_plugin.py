@@ -360,7 +360,7 @@ LOOKS_AHEAD = "num_hash_lookahead_tokens" in PARAMETERS
 
 
 def block_by_block(events):
-    """What events say of each block, without its hash."""
+    """Return for each block what the events say of it, without its hash."""
     told = []
     for event in events:
         if type(event).__name__ == "BlockStored":

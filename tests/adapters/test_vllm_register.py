@@ -58,7 +58,7 @@ def make(tmp_path, monkeypatch):
 
 
 def line(caplog):
-    """What the log says, which is one line."""
+    """Return the one line that the log has."""
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.exc_info is None
@@ -69,12 +69,12 @@ def line(caplog):
 
 
 def imported():
-    """What of vLLM has been imported, without its top."""
+    """Return the modules of vLLM that have been imported, without its top."""
     return {name for name in sys.modules if name.startswith("vllm.")}
 
 
 def is_as_it_was():
-    """Whether the scheduler of this vLLM has its own manager."""
+    """Return True if the scheduler of this vLLM has the manager that it came with."""
     module = sys.modules.get("vllm.v1.core.sched.scheduler")
     manager = getattr(module, "KVCacheManager", None)
     return module is None or manager is None or isinstance(manager, type)

@@ -56,7 +56,7 @@ class Plugin:
         own_manager: vLLM's class of managers.
         own_hasher: vLLM's maker of hashers.
         made: the manager that kvcore puts in its place.
-        keeps_hashes: whether vLLM keeps outputs by block hashes in the engine that is being made.
+        keeps_hashes: True if the engine that is being made keeps outputs by vLLM's block hashes.
         left: why the engine that is being made keeps vLLM's own manager, if its configuration
             says so.
         serves: whether the engine that was made last is served by kvcore.
