@@ -54,6 +54,7 @@ class Request:
         self.skip_reading_prefix_cache = self.resumable = False
         self.block_hashes = []
         self.limit = limit  # the most tokens that it may hit
+        self.num_hits = 0
         self.cache_salt = salt
         self.lora_request = lora and SimpleNamespace(lora_name=lora, lora_int_id=1)
         self.mm_features = []
@@ -225,7 +226,7 @@ class World:
             self.num_hits += hits
             self.running.append(self.waiting.pop(0))
             one.status.name = "RUNNING"
-            one.num_computed_tokens, one.column = hits, None
+            one.num_computed_tokens, one.num_hits, one.column = hits, hits, None
             self.tables[one] = list(self.manager.get_block_ids(one.request_id))
             found = blocks.get_block_ids()
             for group, ids in enumerate(self.tables[one]):
@@ -276,7 +277,7 @@ class World:
             size = self.manager._common
             if self.lookahead:
                 computed = min(computed - self.lookahead + 1, one.num_tokens - self.lookahead)
-                computed = max(0, computed)
+                computed = max(one.num_hits, computed)
             if not self.manager.enable_caching:
                 assert told == 0
             elif count and (is_plain or self.state or (count > 1 and not one.drafts)):
