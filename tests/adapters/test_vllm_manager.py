@@ -60,7 +60,7 @@ def live(dice, groups, kind=Manager, num_steps=60):
                     f"r{number}", dice.choice(heads) + tail, max_tokens=dice.randrange(1, 9),
                     salt=dice.choice([None, "a"]), lora=dice.choice([None, "a"]),
                     image=dice.choice([None, None, "cat", "dog"]),
-                    limit=dice.choice([None, None, None, 0, 4, 9]),
+                    limit=dice.choice([*[None] * 8, 0, 4, 9]),
                 )
             )  # fmt: skip
         crowd = world.waiting + world.running
@@ -112,7 +112,7 @@ def test_every_step_begins_with_the_state_of_the_requests_own_tokens(groups, dic
 
 
 def test_prefixes_are_hit_and_requests_give_way_in_such_lives():
-    worlds = [live(random.Random(seed), PLAIN) for seed in range(20)]
+    worlds = [live(random.Random(seed), PLAIN) for seed in range(30)]
     assert sum(world.num_hits for world in worlds) > 200
     assert sum(world.num_deferred for world in worlds) > 5
     assert sum(world.num_accepted for world in worlds) > 100
