@@ -43,6 +43,7 @@ class BlocksStored:
         namespace_key: the encoded namespace.
         block_size: tokens a block.
         contents: for each its tokens, packed, then its encoded items.
+        before: the content of the block before the first; empty where there is none.
     """
 
     number: int
@@ -52,6 +53,7 @@ class BlocksStored:
     namespace_key: bytes
     block_size: int
     contents: tuple[bytes, ...]
+    before: bytes = b""
 
     @property
     def names(self) -> tuple[BlockHash, ...]:
@@ -274,6 +276,7 @@ class EventLog:
             namespace_key,
             size,
             tuple(contents),
+            b"" if above.parent is None else above.tokens,
         )
 
     def _hash(self, node: Node, group: int) -> BlockHash:

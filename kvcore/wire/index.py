@@ -7,7 +7,13 @@ cost speed, but never produces a match that the tokens do not have.
 
 A copy in a tier (medium "CPU" or "STORAGE") counts as held like a block of the cache: what has
 left the cache stays in the tree while a tier has it. Its tokens were told with the block; a copy
-that was told without them waits until they are.
+that was told without them waits until they are. Tiers of one medium differ by their `ownership`,
+and each has its copies. A REMOTE copy is as far from its publisher as from the others, so it does
+not count. The session of an event stored the block first; requests of others hit it too.
+
+The hash of a block may cover tokens after it (`lookahead_token_ids`): a draft model computes the KV
+of a block's last tokens from them. Such a block can be hit only where these tokens follow, so they
+are a part of its content, and its publisher has trees of its own: by block size and lookahead.
 
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
 that), those with a sliding window and those with recurrent states. What everything
@@ -64,7 +70,8 @@ STATE_KIND: Final = "mamba"
 INDEXED_KINDS: Final = FULL_KINDS | WINDOW_KINDS | {STATE_KIND}
 """The kinds of layer groups whose blocks are indexed."""
 
-_MEDIA: Final = {None: 1, "GPU": 1, "CPU": 2, "STORAGE": 4, "DISK": 4}
+_MEDIA: Final = {None: "GPU", "GPU": "GPU", "CPU": "CPU", "STORAGE": "STORAGE", "DISK": "STORAGE"}
+_NEAR: Final = frozenset({None, "LOCAL"})
 _CACHE: Final = 1
 _EXTRA_KEYS: Final = msgspec.msgpack.Encoder()
 
@@ -78,7 +85,8 @@ class IndexStats:
         num_contents: different contents, each counted once.
         num_held: contents, counted for each publisher and group that holds them.
         num_orphans: blocks ignored because their parent was never published.
-        num_passed_over: events ignored: unknown media, or groups that are not indexed.
+        num_passed_over: events ignored: unknown media, copies that are not local, groups that are
+            not indexed.
     """
 
     num_publishers: int
@@ -146,6 +154,18 @@ class _Node:
         return () if self.only is None else (self.only,)
 
 
+class _Shape(NamedTuple):
+    """The tokens that a block of a tree is told by.
+
+    Attributes:
+        block_size: tokens a block.
+        lookahead: the tokens after it that its hash covers.
+    """
+
+    block_size: int
+    lookahead: int
+
+
 class _Group(NamedTuple):
     """A layer group that is indexed.
 
@@ -170,10 +190,11 @@ class _Publisher:
         step: what the blocks of all groups divide.
         apart: what groups with a window hold.
         aliases: nodes by hashes that other publishers use differently, or by a second hash.
-        copies: where what is in tiers is, by layer group and hash: bits of `_MEDIA`.
+        tiers: a bit for each tier, by medium and ownership; `_CACHE` is that of the cache.
+        copies: where what is in tiers is, by layer group and hash: bits of `_CACHE` and `tiers`.
     """
 
-    __slots__ = ("aliases", "apart", "bits", "copies", "groups", "mask", "step")
+    __slots__ = ("aliases", "apart", "bits", "copies", "groups", "mask", "step", "tiers")
 
     def __init__(self) -> None:
         self.aliases: dict[WireHash, _Node] = {}
@@ -182,6 +203,7 @@ class _Publisher:
 
     def begin(self) -> None:
         """Have no groups and no copies. O(1)."""
+        self.tiers: dict[tuple[str, str | None], int] = {}
         self.copies: dict[tuple[int | None, WireHash], int] = {}
         self.bits: dict[int | None, int] = {}
         self.mask = 0
@@ -203,8 +225,8 @@ class Index:
         self._free_bits: list[int] = []
         self._num_bits = 0
         self._windows = 0  # the bits of groups that have one
-        self._roots: dict[tuple[int, bytes], _Node] = {}
-        self._sizes: tuple[int, ...] = ()
+        self._roots: dict[tuple[_Shape, bytes], _Node] = {}
+        self._shapes: tuple[_Shape, ...] = ()
         self._names: dict[WireHash, _Node] = {}
         self._num_contents = self._num_held = self._num_orphans = self._num_passed_over = 0
 
@@ -242,10 +264,10 @@ class Index:
         checked = check_items(as_items(items), 0, len(packed))
         key = encode_namespace(namespace)
         met = _Met()
-        for size in self._sizes:
-            root = self._roots.get((size, key))
+        for shape in self._shapes:
+            root = self._roots.get((shape, key))
             if root is not None:
-                self._walk(root, packed, checked, size, met)
+                self._walk(root, packed, checked, shape, met)
         found: dict[str, int] = {}
         for bit in [*met.lengths, *met.runs]:
             name = self._owners.get(bit, "")
@@ -288,10 +310,12 @@ class Index:
     def _apply(self, publisher: str, known: _Publisher, event: WireEvent) -> None:
         if isinstance(event, Cleared):
             self._clear(known)
-        elif event.medium not in _MEDIA:
+        elif event.medium not in _MEDIA or event.locality not in _NEAR:
             self._num_passed_over += 1
-        elif _MEDIA[event.medium] != _CACHE:
-            self._apply_copies(known, event, _MEDIA[event.medium])
+        elif (medium := _MEDIA[event.medium]) != "GPU":
+            tier = medium, event.ownership
+            bit = known.tiers.setdefault(tier, _CACHE << (1 + len(known.tiers)))
+            self._apply_copies(known, event, bit)
         elif isinstance(event, Stored):
             kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window or 0
             if kind in FULL_KINDS:
@@ -312,7 +336,7 @@ class Index:
         is_apart = bool(bit & self._windows)
         namespace, contents = _read(event)
         if event.parent_block_hash is None:
-            node = self._root(event.block_size, namespace)
+            node = self._root(_Shape(event.block_size, event.num_lookahead_tokens), namespace)
         else:
             above = self._named(known, event.parent_block_hash)
             if above is None or not (is_apart or above.holders & bit):
@@ -345,7 +369,7 @@ class Index:
         if bit & self._windows:
             known.apart.add(node)
 
-    def _apply_copies(self, known: _Publisher, event: Stored | Removed, medium: int) -> None:
+    def _apply_copies(self, known: _Publisher, event: Stored | Removed, tier: int) -> None:
         """Note what a tier has, or has no longer; what the cache has as well stays either way."""
         bit, gone = known.bits.get(event.group_idx, 0), []
         for name in event.block_hashes:
@@ -353,14 +377,14 @@ class Index:
             is_held = node is not None and bool(node.holders & bit)
             where = known.copies.get(place, _CACHE if is_held else 0)
             if isinstance(event, Stored):
-                known.copies[place] = where | medium
+                known.copies[place] = where | tier
                 above = None if node is None else node.parent
                 if node is None or above is None or is_held or not bit:
                     continue
                 if above.parent is None or above.holders & bit or bit & self._windows:
                     self._hold(known, node, bit)
-            elif where & ~medium & ~_CACHE:
-                known.copies[place] = where & ~medium
+            elif where & ~tier & ~_CACHE:
+                known.copies[place] = where & ~tier
             elif known.copies.pop(place, 0) and not where & _CACHE:
                 gone.append(name)
         if gone:
@@ -426,7 +450,7 @@ class Index:
             below, above = above, above.parent
         if above is None and not below.below():
             self._roots = {key: root for key, root in self._roots.items() if root is not below}
-            self._count_sizes()
+            self._count_shapes()
 
     @staticmethod
     def _held(tops: Iterable[_Node], mask: int) -> list[_Node]:
@@ -438,15 +462,15 @@ class Index:
             found += [child for child in node.below() if child.holders & mask]
         return found
 
-    def _root(self, size: int, namespace: bytes) -> _Node:
-        root = self._roots.get((size, namespace))
+    def _root(self, shape: _Shape, namespace: bytes) -> _Node:
+        root = self._roots.get((shape, namespace))
         if root is None:
-            root = self._roots[size, namespace] = _Node(None, namespace)
-            self._count_sizes()
+            root = self._roots[shape, namespace] = _Node(None, namespace)
+            self._count_shapes()
         return root
 
-    def _count_sizes(self) -> None:
-        self._sizes = tuple(dict.fromkeys([size for size, _ in self._roots]))
+    def _count_shapes(self) -> None:
+        self._shapes = tuple(dict.fromkeys([shape for shape, _ in self._roots]))
 
     def _new_bit(self, publisher: str, known: _Publisher, event: Stored, window: int) -> int:
         if self._free_bits:
@@ -468,17 +492,20 @@ class Index:
         root: _Node,
         packed: array[int],
         items: tuple[MultimodalItem, ...],
-        size: int,
+        shape: _Shape,
         met: _Met,
     ) -> None:
         """Note what each bit holds from a root on."""
+        size, ahead = shape
+        if ahead and items:  # of an image only other engines tell in such a tree, in their words
+            packed, items = packed[: items[0].start], ()
         data = packed.tobytes()
-        width = size * BYTES_PER_TOKEN
+        width, span = size * BYTES_PER_TOKEN, (size + ahead) * BYTES_PER_TOKEN
         extended = block_contents(packed, items, 0, len(packed) // size, size) if items else None
         windows = self._windows
         node, alive, depth = root, ~windows, 0
-        for start in range(0, len(data) - width + 1, width):
-            content = data[start : start + width] if extended is None else extended[depth]
+        for start in range(0, len(data) - span + 1, width):
+            content = data[start : start + span] if extended is None else extended[depth]
             child = node.only
             if child is None or child.content != content:
                 child = node.child(content)
@@ -587,6 +614,8 @@ def _read(event: Stored) -> tuple[bytes, list[bytes]]:
     tokens = array("I", event.token_ids).tobytes()
     width = event.block_size * BYTES_PER_TOKEN
     contents = [tokens[start : start + width] for start in range(0, len(tokens), width)]
+    for index, after in enumerate(event.lookahead_token_ids or ()):
+        contents[index] += array("I", after).tobytes()
     namespace = encode_namespace(Namespace(lora_name=event.lora_name or None))
     for index, keys in enumerate(event.extra_keys or ()):
         if keys is None:

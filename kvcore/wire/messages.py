@@ -53,6 +53,11 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
         group_idx: the layer group.
         kv_cache_spec_kind: what the layers of the group see.
         kv_cache_spec_sliding_window: how many tokens, where it is a window.
+        locality: "LOCAL" or "REMOTE", as the publisher sees it; None: not said.
+        ownership: the name of a tier, where several have one medium; None: the first tier.
+        session_id: the session of the request that stored the blocks, which others hit too.
+        lookahead_token_ids: for each block the tokens after it that its hash covers, equally many;
+            None: a hash covers no token after its block.
     """
 
     block_hashes: list[WireHash]
@@ -66,14 +71,25 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """The number of tokens after each block that its hash covers."""
+        return len(self.lookahead_token_ids[0]) if self.lookahead_token_ids else 0
 
 
 class Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
-    """Blocks cannot be hit any more."""
+    """Blocks cannot be hit any more; the fields are those of `Stored`."""
 
     block_hashes: list[WireHash]
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 class Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
@@ -126,6 +142,12 @@ class Batch:
         """Whether it holds all that there is, because it clears what was before."""
         return bool(self.events) and isinstance(self.events[0], Cleared)
 
+
+_NUM_NAMED: Final = {"BlockStored": 7, "BlockRemoved": 2, "AllBlocksCleared": 0}
+"""The number of first fields that a map has whatever they say."""
+
+_NUM_ORDERED: Final = {"BlockStored": 11, "BlockRemoved": 3, "AllBlocksCleared": 0}
+"""The number of first fields that an array has whatever they say."""
 
 _BROKEN: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -195,42 +217,46 @@ def _is_sound(event: WireEvent) -> bool:
     return (
         event.block_size > 0
         and len(event.token_ids) == count * event.block_size
-        and (not event.token_ids or 0 <= min(event.token_ids) <= max(event.token_ids) < 2**32)
+        and _are_tokens(event.token_ids)
         and (event.extra_keys is None or len(event.extra_keys) == count)
+        and _is_lookahead_sound(event, count)
     )
 
 
+def _is_lookahead_sound(event: Stored, count: int) -> bool:
+    """Return True if every block has as many tokens after it as the others."""
+    after = event.lookahead_token_ids
+    if after is None:
+        return True
+    width = event.num_lookahead_tokens
+    return len(after) == count and all(
+        len(tokens) == width and _are_tokens(tokens) for tokens in after
+    )
+
+
+def _are_tokens(token_ids: Sequence[int]) -> bool:
+    return not token_ids or 0 <= min(token_ids) <= max(token_ids) < 2**32
+
+
 def _as_array(event: WireEvent) -> tuple[object, ...]:
-    if isinstance(event, Stored):
-        return ("BlockStored", *[getattr(event, name) for name in Stored.__struct_fields__])
-    if isinstance(event, Removed):
-        return ("BlockRemoved", event.block_hashes, event.medium, event.group_idx)
-    return ("AllBlocksCleared",)
+    """Return an event by the order of its fields; later ones stand where one of them says more."""
+    tag = _tag(event)
+    fields = [getattr(event, name) for name in event.__struct_fields__]
+    while len(fields) > _NUM_ORDERED[tag] and fields[-1] is None:
+        fields.pop()
+    return (tag, *fields)
 
 
 def _as_map(event: WireEvent) -> dict[str, object]:
     """Return an event by names: fields that newer readers alone know only where they say more."""
-    if isinstance(event, Stored):
-        spelled: dict[str, object] = {
-            "type": "BlockStored",
-            "block_hashes": event.block_hashes,
-            "parent_block_hash": event.parent_block_hash,
-            "token_ids": event.token_ids,
-            "block_size": event.block_size,
-            "lora_id": event.lora_id,
-            "medium": event.medium,
-            "lora_name": event.lora_name,
-        }
-        for name in Stored.__struct_fields__[7:]:
-            value = getattr(event, name)
-            if value is not None:
-                spelled[name] = value
-        return spelled
-    if isinstance(event, Removed):
-        spelled = {
-            "type": "BlockRemoved", "block_hashes": event.block_hashes, "medium": event.medium
-        }  # fmt: skip
-        if event.group_idx is not None:
-            spelled["group_idx"] = event.group_idx
-        return spelled
-    return {"type": "AllBlocksCleared"}
+    tag = _tag(event)
+    spelled: dict[str, object] = {"type": tag}
+    for place, name in enumerate(event.__struct_fields__):
+        value = getattr(event, name)
+        if value is not None or place < _NUM_NAMED[tag]:
+            spelled[name] = value
+    return spelled
+
+
+def _tag(event: WireEvent) -> str:
+    return str(event.__struct_config__.tag)

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcore
+from kvcore.adapters.vllm import blocks as vllm_blocks
+from kvcore.adapters.vllm import events, lookahead, plugin, prompts, states
 from kvcore.adapters.vllm import manager as vllm_manager
 from kvcore.adapters.vllm.manager import Manager, Manager022
 from kvcore.adapters.vllm.states import StateManager
@@ -33,17 +35,19 @@ def live(dice, groups, kind=Manager, num_steps=60):
     """Let a random crowd of requests live over few blocks, and check what they read."""
     num_blocks = dice.choice([24, 30, 60])
     has_states = isinstance(groups[-1], kvcore.RecurrentState)
-    recompute = 0 if has_states or kind is Manager022 else dice.choice([0, 0, 1, 3])
+    drafting = not (has_states or kind is Manager022)
+    recompute = dice.choice([0, 0, 1, 3]) if drafting else 0
+    lookahead = dice.choice([0, 1, 3]) if drafting and not recompute else 0
     manager = manager_of(
         groups, num_blocks, kind, event_hashes="sha256", keep_fresh=True, recompute=recompute,
-        enable_caching=not has_states or dice.random() < 0.9,
+        lookahead=lookahead, enable_caching=not has_states or dice.random() < 0.9,
     )  # fmt: skip
     ahead = dice.random() < 0.5
     world = World(
         manager, ahead=ahead, budget=dice.choice([5, 16, 40]),
         defers=kind is not Manager022 and dice.random() < 0.3,
         num_drafts=0 if ahead or has_states else dice.choice([0, 2, 5]),
-        looks_twice=dice.random() < 0.3, recompute=recompute,
+        looks_twice=dice.random() < 0.3, recompute=recompute, lookahead=lookahead,
     )  # fmt: skip
     manager.kv.events.max_hashes = dice.choice([2, 20, 10_000])
     told = set()
@@ -56,6 +60,7 @@ def live(dice, groups, kind=Manager, num_steps=60):
                     f"r{number}", dice.choice(heads) + tail, max_tokens=dice.randrange(1, 9),
                     salt=dice.choice([None, "a"]), lora=dice.choice([None, "a"]),
                     image=dice.choice([None, None, "cat", "dog"]),
+                    limit=dice.choice([*[None] * 8, 0, 4, 9]),
                 )
             )  # fmt: skip
         crowd = world.waiting + world.running
@@ -107,7 +112,7 @@ def test_every_step_begins_with_the_state_of_the_requests_own_tokens(groups, dic
 
 
 def test_prefixes_are_hit_and_requests_give_way_in_such_lives():
-    worlds = [live(random.Random(seed), PLAIN) for seed in range(20)]
+    worlds = [live(random.Random(seed), PLAIN) for seed in range(30)]
     assert sum(world.num_hits for world in worlds) > 200
     assert sum(world.num_deferred for world in worlds) > 5
     assert sum(world.num_accepted for world in worlds) > 100
@@ -193,7 +198,7 @@ class StatePiecesSwapped(StateManager):
 
     def _blocks_of(self, seq, total=0):
         ids = super()._blocks_of(seq, total).get_block_ids()
-        return vllm_manager.Blocks([*ids[:-2], ids[-1], ids[-2]])
+        return vllm_blocks.Blocks([*ids[:-2], ids[-1], ids[-2]])
 
 
 class DraftKvHit(Manager):
@@ -203,7 +208,24 @@ class DraftKvHit(Manager):
         super().__init__(replace(settings, recompute=0))
 
 
+class DraftKvOfAnyNextToken(Manager):
+    """A draft model finds KV that was made from another next token."""
+
+    def __init__(self, settings):
+        super().__init__(replace(settings, lookahead=0))
+
+
+class PrefixOfAnyFirstToken(Manager):
+    """Where a draft model has read ahead, the first tokens of a prompt do not count."""
+
+    def _prompt_of(self, request):
+        prompt = super()._prompt_of(request)
+        salt = prompt.namespace and prompt.namespace.salt[4 * self._ahead :]
+        return replace(prompt, namespace=prompt.namespace and kvcore.Namespace(salt=salt))
+
+
 PLANTED = {
+    DraftKvOfAnyNextToken: PLAIN, PrefixOfAnyFirstToken: PLAIN,
     StateNotHeld: DENSE, StateBeforeItsColumn: STATES,
     StatePiecesSwapped: PIECES, DraftKvHit: PLAIN,
     SaltIgnored: PLAIN, ImagesIgnored: PLAIN, NothingHeld: WINDOWS, TableAfterwards: CHUNKS,
@@ -219,6 +241,56 @@ def test_a_planted_bug_is_found(kind):
         except (AssertionError, kvcore.KVCoreError, IndexError):
             return
     pytest.fail("all was well")
+
+
+def hits_within(groups, limit, **about):
+    """Return how much a prompt of 17 tokens hits of its twin, within a limit."""
+    manager = manager_of(groups)
+    world = World(manager, budget=100)
+    world.add(Request("a", range(17), **about))
+    for _ in range(6):
+        world.step()
+    hits = manager.get_computed_blocks(Request("b", range(17), **about), limit)[1]
+    manager.new_step_starts()
+    assert manager.kv.num_free_blocks == manager.kv.num_usable_blocks
+    return hits
+
+
+@pytest.mark.parametrize(
+    ("groups", "about", "wanted"),
+    [(PLAIN, {}, [0, 0, 4, 8, 16]), (WINDOWS, {}, [0, 0, 4, 8, 16]),
+     (STATES, {}, [0, 0, 0, 0, 16]), (PLAIN, {"image": "cat"}, [0, 0, 0, 0, 16])],
+    ids=["plain", "windows", "states", "images"],
+)  # fmt: skip
+def test_no_more_is_hit_than_is_wanted(groups, about, wanted):
+    assert [hits_within(groups, limit, **about) for limit in (0, 3, 4, 11, 16)] == wanted
+    assert hits_within(groups, None, **about) == 16
+
+
+@pytest.mark.parametrize("groups", [PLAIN, WINDOWS], ids=["plain", "windows"])
+def test_a_block_is_known_by_vllms_hash_while_it_can_be_hit(groups):
+    """As vLLM asks that keeps outputs beside the tokens, by its own hashes of two tokens each."""
+    manager = manager_of(groups, num_blocks=12, hash_block_size=2)
+    pool, group = manager.block_pool, manager.coordinator.full_attention_group_id
+    request = Request("a", range(9))
+    request.block_hashes = [bytes([place]) for place in range(4)]
+    assert pool.get_cached_block(b"\1", [group]) is None
+    assert manager.allocate_slots(request, 9, 0, manager.get_computed_blocks(request)[0])
+    ids = manager.get_block_ids("a")[group]
+    found = [pool.get_cached_block(name, [group]) for name in request.block_hashes]
+    assert [one and one[0].block_id for one in found] == [None, ids[0], None, ids[1]]
+    manager.free(request)
+    assert pool.get_cached_block(b"\3", [group])
+    other = Request("b", range(50, 59))
+    other.block_hashes = [bytes([place]) for place in range(10, 14)]
+    while pool.get_cached_block(b"\1", [group]):  # until others have taken its block
+        other.all_token_ids = [token + 9 for token in other.all_token_ids]
+        manager.new_step_starts()
+        assert manager.allocate_slots(other, 9, 0, manager.get_computed_blocks(other)[0])
+        manager.free(other)
+    assert pool.get_cached_block(b"\x0b", [group])
+    assert manager.reset_prefix_cache()
+    assert pool.get_cached_block(b"\x0b", [group]) is None
 
 
 def test_a_prompt_is_hit_in_the_step_that_computes_it():
@@ -393,8 +465,9 @@ def test_a_connectors_tokens_are_refused():
         manager_of().allocate_slots(Request("a", range(9)), 5, num_external_computed_tokens=4)
 
 
-def test_nothing_of_vllm_is_imported_by_the_manager():
-    assert "vllm" not in vars(vllm_manager)
+def test_nothing_of_vllm_is_imported_but_by_the_engine():
+    for module in (vllm_blocks, events, lookahead, vllm_manager, plugin, prompts, states):
+        assert "vllm" not in vars(module)
 
 
 class Stats:
@@ -743,7 +816,7 @@ def test_a_deferred_request_gives_back_what_its_steps_still_see_when_told():
 
 
 def test_blocks_are_shown_as_vllm_shows_them():
-    blocks = vllm_manager.Blocks(([1, 0], [5]))
+    blocks = vllm_blocks.Blocks(([1, 0], [5]))
     assert blocks.get_block_ids() == ([1, 0], [5])
     assert blocks.get_block_ids(group_ids=[1]) == ([5],)
     assert blocks.get_block_ids(allow_none=True) == ([1, 0], [5])
@@ -751,7 +824,7 @@ def test_blocks_are_shown_as_vllm_shows_them():
     empty = blocks.new_empty()
     assert empty.get_block_ids() == ([], [])
     assert empty.get_block_ids(allow_none=True) is None
-    assert vllm_manager.Blocks(([], [5])).get_block_ids(allow_none=True) == ([], [5])
+    assert vllm_blocks.Blocks(([], [5])).get_block_ids(allow_none=True) == ([], [5])
     blocks.get_block_ids()[0].append(9)
     assert blocks.get_block_ids() == ([1, 0], [5])
 

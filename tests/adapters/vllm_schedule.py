@@ -35,7 +35,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvcore.adapters.vllm.plugin import Plugin
+from kvcore.adapters.vllm.engine import Plugin
 
 MODEL = Path(__file__).parents[2] / "model" / "tiny"
 SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

@@ -38,7 +38,9 @@ def settings(groups=PLAIN, num_blocks=40, **options):
 class Request:
     """What vLLM's `Request` is to a manager, and to this scheduler."""
 
-    def __init__(self, request_id, prompt, *, max_tokens=4, salt=None, lora=None, image=None):
+    def __init__(
+        self, request_id, prompt, *, max_tokens=4, salt=None, lora=None, image=None, limit=None
+    ):  # fmt: skip
         self.request_id = request_id
         self.all_token_ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
@@ -49,7 +51,10 @@ class Request:
         self.num_preemptions = self.stale = 0
         self.drops_stale = False
         self.drafts = []
-        self.skip_reading_prefix_cache = False
+        self.skip_reading_prefix_cache = self.resumable = False
+        self.block_hashes = []
+        self.limit = limit  # the most tokens that it may hit
+        self.num_hits = 0
         self.cache_salt = salt
         self.lora_request = lora and SimpleNamespace(lora_name=lora, lora_int_id=1)
         self.mm_features = []
@@ -82,14 +87,16 @@ class World:
         num_drafts: guesses that a decode brings; not with `ahead`. Some of them are wrong.
         looks_twice: a request that is not admitted at once is looked up a second time.
         recompute: a draft model writes KV beside, of each token and so many after it.
+        lookahead: the same, and a block is hit only where those tokens follow, so what a draft
+            model reads is always that of the request's own tokens.
     """
 
     def __init__(
         self, manager, *, ahead=False, budget=16, defers=False, num_drafts=0, looks_twice=False,
-        recompute=0,
+        recompute=0, lookahead=0,
     ):  # fmt: skip
         self.manager = manager
-        self.recompute = recompute
+        self.recompute, self.lookahead = recompute or lookahead, lookahead
         groups = manager.settings.groups
         self.state = groups[-1] if isinstance(groups[-1], kvcore.RecurrentState) else None
         self.groups = groups if self.state is None else groups[:-1]
@@ -207,7 +214,8 @@ class World:
         while self.waiting and budget:
             one = self.waiting[0]
             for _ in range(1 + self.looks_twice):
-                blocks, hits, *more = self.manager.get_computed_blocks(one)
+                blocks, hits, *more = self.manager.get_computed_blocks(one, one.limit)
+            assert one.limit is None or hits <= one.limit
             one.junction = more[0] if more else 0
             count = self.aligned(one, hits, min(one.num_tokens - hits, budget))
             if not count or self.manager.allocate_slots(
@@ -218,7 +226,7 @@ class World:
             self.num_hits += hits
             self.running.append(self.waiting.pop(0))
             one.status.name = "RUNNING"
-            one.num_computed_tokens, one.column = hits, None
+            one.num_computed_tokens, one.num_hits, one.column = hits, hits, None
             self.tables[one] = list(self.manager.get_block_ids(one.request_id))
             found = blocks.get_block_ids()
             for group, ids in enumerate(self.tables[one]):
@@ -267,6 +275,9 @@ class World:
             computed = min(one.num_computed_tokens + count, one.num_tokens)
             told = self.manager.estimate_cached_tokens(one)
             size = self.manager._common
+            if self.lookahead:
+                computed = min(computed - self.lookahead + 1, one.num_tokens - self.lookahead)
+                computed = max(one.num_hits, computed)
             if not self.manager.enable_caching:
                 assert told == 0
             elif count and (is_plain or self.state or (count > 1 and not one.drafts)):
@@ -300,7 +311,7 @@ class World:
                     self.memory[number, place] = one.value(position)
                     self.content[place // group.block_size] = number
             self.write_state(one, start, count, tables)
-            self.draft(one, start, count)
+            self.draft(one, start, count, tables)
         for one, count, (start, tables) in step:
             for number, group in enumerate(groups):
                 for position in range(start, start + count):
@@ -351,7 +362,7 @@ class World:
             assert not start or found == wanted, f"{one.request_id} begins at {start} with {found}"
             self.content[table[one.column]] = ("state", piece, one.value(start + count - 1))
 
-    def draft(self, one, start, count):
+    def draft(self, one, start, count, tables):
         """Let a draft model write its KV of a step, after it has read what is before it.
 
         A twin of the block before may be hit, whose last draft KV was made from other tokens; so it
@@ -364,8 +375,12 @@ class World:
         text += [sampled(one, place) for place in range(known, start + count + self.recompute)]
         for position in range(start + count):
             own = one.value(position)[0], text[: position + 1 + self.recompute]
+            place = "drafts", slot(self.groups[0], tables[0], position)
             if position >= start:
                 self.drafted.add(str(own))
+                self.memory[place] = own
+            elif self.lookahead:
+                assert self.memory[place] == own, f"{one.request_id} drafts with another's"
             else:
                 assert str(own) in self.drafted, f"{one.request_id} drafts with what none wrote"
 

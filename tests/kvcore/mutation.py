@@ -72,7 +72,7 @@ AREAS = (  # a file belongs to the first that matches
     Area(
         ("kvcore/adapters/vllm/*.py",),
         "tests/adapters",
-        ("vllm_prompts vllm_manager",),
+        ("vllm_prompts vllm_lookahead vllm_register vllm_manager",),
         ("torch",),
     ),
     Area(

@@ -12,12 +12,13 @@ step that reads it has been processed, never before.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvcore import (
     Event,
@@ -32,6 +33,8 @@ from kvcore import (
     OutOfBlocksError,
     RecurrentState,
 )
+from kvcore.adapters.vllm.blocks import Blocks, BlockView, Ids, PoolFace
+from kvcore.adapters.vllm.lookahead import look_ahead, shifted
 from kvcore.adapters.vllm.prompts import (
     BytesOf,
     Prompt,
@@ -40,9 +43,6 @@ from kvcore.adapters.vllm.prompts import (
     feature_items,
     packed_of,
 )
-
-Ids = Sequence[Sequence[int]]
-"""Block ids, for each layer group."""
 
 
 class CacheStats(Protocol):
@@ -70,47 +70,6 @@ class Collector(Protocol):
         """Forget everything."""
 
 
-class BlockView(NamedTuple):
-    """A block, to those who ask for one: vLLM's own scheduler asks for ids alone."""
-
-    block_id: int
-
-    @property
-    def is_null(self) -> bool:
-        """Whether it stands for what no layer sees any more."""
-        return self.block_id == 0
-
-
-class Blocks:
-    """What a call has appended to a request's tables, or all that they have."""
-
-    __slots__ = ("_ids",)
-
-    def __init__(self, ids: Ids) -> None:
-        self._ids = ids
-
-    @property
-    def blocks(self) -> tuple[list[BlockView], ...]:
-        """The blocks of each layer group. O(blocks)."""
-        return tuple([[BlockView(block_id) for block_id in ids] for ids in self._ids])
-
-    def get_block_ids(
-        self,
-        allow_none: bool = False,  # noqa: FBT001, FBT002  # vLLM's signature
-        *,
-        group_ids: Sequence[int] | None = None,
-    ) -> tuple[list[int], ...] | None:
-        """Return new lists of the ids of each group; None, if wanted, for none at all."""
-        ids = self._ids if group_ids is None else [self._ids[group] for group in group_ids]
-        if allow_none and not any(ids):
-            return None
-        return tuple([list(group) for group in ids])
-
-    def new_empty(self) -> Blocks:
-        """Return none, of as many groups."""
-        return Blocks(((),) * len(self._ids))
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the manager of an engine is to be.
@@ -127,6 +86,9 @@ class Settings:
         enable_caching: look prefixes up, and keep them.
         recompute: the last tokens of a cached prefix, which a request computes again because a
             draft model needs the tokens after them.
+        lookahead: the tokens after a block that a prompt must have too to hit it, because a draft
+            model computed the KV from them.
+        hash_block_size: the tokens of vLLM's own block hashes, where a request has them.
         watermark_blocks: blocks that stay free when a request is admitted beside others.
         event_hashes: the hash function of KV events; None: no events.
         keep_fresh: note which blocks are handed out, for those who clear them.
@@ -144,6 +106,8 @@ class Settings:
     max_model_len: int
     enable_caching: bool = True
     recompute: int = 0
+    lookahead: int = 0
+    hash_block_size: int = 1
     watermark_blocks: int = 0
     event_hashes: HashAlgorithm | None = None
     keep_fresh: bool = False
@@ -153,30 +117,8 @@ class Settings:
     collector: Collector | None = None
 
 
-class PoolFace:
-    """What vLLM's scheduler and its connectors ask of `block_pool`."""
-
-    def __init__(self, kv: KVCacheManager) -> None:
-        self._kv = kv
-        self.num_gpu_blocks = kv.num_blocks
-
-    def get_num_free_blocks(self) -> int:
-        """Return how many blocks could be handed out. O(1)."""
-        return self._kv.num_free_blocks
-
-    def get_usage(self) -> float:
-        """Return which part of the blocks is held, from 0 to 1. O(1)."""
-        usable = self._kv.num_usable_blocks
-        return 1.0 - self._kv.num_free_blocks / usable if usable else 0.0
-
-    def free_blocks(self, leases: Iterable[Lease]) -> None:
-        """Give back what `pop_blocks_for_free` has returned. O(blocks)."""
-        for lease in leases:
-            lease.end()
-
-
 class Manager:
-    """Keeps the KV cache of one vLLM engine in a `kvcore.KVCacheManager`, for vLLM 0.32.
+    """Keeps the KV cache of one vLLM engine in a `kvcore.KVCacheManager`, for vLLM 0.32 and 0.33.
 
     The names and signatures of its methods are vLLM's; what they mean is said there.
     """
@@ -195,6 +137,7 @@ class Manager:
         _ = self.kv.pool.blocks  # makes all of them now, as vLLM does, and none within a step
         self._is_plain = len(groups) == 1 and isinstance(groups[0], FullAttention)
         self._size = sizes[0]
+        self._ahead = settings.lookahead
         self._common = lcm(*sizes)
         self._running: dict[str, KVSequence] = {}
         self._flying: dict[str, deque[tuple[int, Lease]]] = {}
@@ -202,19 +145,26 @@ class Manager:
         self._admitted: dict[str, Blocks] = {}
         self._prompts: dict[str, Prompt] = {}
         self._fresh: list[int] = []
+        self._num_noted: dict[KVSequence, int] = {}
         self.prefix_cache_stats = settings.new_stats and settings.new_stats()
         self.enable_caching = settings.enable_caching
         self.log_stats = settings.new_stats is not None
         self.max_model_len = settings.max_model_len
         self.num_kv_cache_groups = len(settings.places)
         self.empty_kv_cache_blocks = Blocks(((),) * len(settings.places))
-        self.block_pool = PoolFace(self.kv)
+        self.block_pool = PoolFace(self.kv, settings.hash_block_size)
+        self.kv_cache_config = SimpleNamespace(num_blocks=settings.num_blocks)
+        self._hashed_group = next(
+            (place for place, one in enumerate(groups) if isinstance(one, FullAttention)), 0
+        )
         self.coordinator = SimpleNamespace(
             enable_partial_hash_hits=False,
+            full_attention_group_id=settings.places.index(self._hashed_group),
             single_type_managers=[
                 SimpleNamespace(
                     block_size=sizes[place] if place < len(sizes) else self._common,
                     kv_cache_spec=spec,
+                    block_pool=self.block_pool,
                 )
                 for place, spec in zip(settings.places, settings.specs, strict=True)
             ],
@@ -227,13 +177,24 @@ class Manager:
         """Say whether a prefix is looked up for a request."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
-    def get_computed_blocks(self, request: Request) -> tuple[Blocks, int, int]:
-        """Find a request's longest cached prefix, and hold it until the step is scheduled."""
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[Blocks, int, int]:
+        """Find a request's longest cached prefix, and hold it until the step is scheduled.
+
+        Args:
+            request: the request.
+            max_cache_hit_length: the most tokens that may be hits; None: all but the last.
+        """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         request_id = request.request_id
         self._let_go(request_id)
-        seq = self._found[request_id] = self._open(request, skip_reading=False)
+        seq = self._open(request, skip_reading=False)
+        if max_cache_hit_length is not None and seq.num_cached_tokens > max_cache_hit_length:
+            self.kv.close(seq)
+            seq = self._open_shorter(request, max_cache_hit_length)
+        self._found[request_id] = seq
         if not seq.num_cached_tokens:
             return self.empty_kv_cache_blocks, 0, 0
         return self._blocks_of(seq), seq.num_cached_tokens, 0
@@ -333,6 +294,7 @@ class Manager:
                 self._settle(seq, request, stop)
         for _, lease in self._flying.pop(request_id, ()):
             lease.end()
+        self._num_noted.pop(seq, None)
         self.kv.close(seq)
 
     def pop_blocks_for_free(self, request: Request) -> list[Lease]:
@@ -411,18 +373,53 @@ class Manager:
     # Inside.
 
     def _open(self, request: Request, *, skip_reading: bool) -> KVSequence:
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None or len(prompt.packed) != request.num_tokens:
-            prompt = describe(request, self.kv.block_size, self.settings.bytes_of)
-            self._prompts[request.request_id] = prompt
-        return self.kv.open(
-            prompt.packed,
+        prompt = self._prompt_of(request)
+        packed = prompt.packed
+        if self._ahead:
+            packed = packed + array("I", [0])  # what is told last is never a hit
+        seq = self.kv.open(
+            packed,
             namespace=prompt.namespace,
             items=prompt.items,
             resumed=request.num_preemptions > 0,
             skip_reading=skip_reading,
             recompute=self.settings.recompute,
         )
+        if self._ahead:
+            self.kv.truncate(seq, len(prompt.packed))
+        return seq
+
+    def _open_shorter(self, request: Request, num_tokens: int) -> KVSequence:
+        """Open a request with no more than `num_tokens` hits.
+
+        Of one with images or recurrent states nothing is hit: what is looked up ends with a prompt.
+        """
+        prompt = self._prompt_of(request)
+        if prompt.items or isinstance(self.settings.groups[-1], RecurrentState):
+            return self._open(request, skip_reading=True)
+        seq = self.kv.open(
+            prompt.packed[: num_tokens + 1],
+            namespace=prompt.namespace,
+            resumed=request.num_preemptions > 0,
+            recompute=self.settings.recompute,
+        )
+        if rest := prompt.packed[num_tokens + 1 :]:
+            self.kv.extend(seq, rest)
+        return seq
+
+    def _prompt_of(self, request: Request) -> Prompt:
+        """Return what kvcore is told of a request."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or len(prompt.packed) != self._num_told(request):
+            prompt = describe(request, self.kv.block_size, self.settings.bytes_of)
+            if self._ahead:
+                prompt = look_ahead(prompt, self._ahead)
+            self._prompts[request.request_id] = prompt
+        return prompt
+
+    def _num_told(self, request: Request) -> int:
+        """Return how many tokens of a request kvcore may be told: what follows them is known."""
+        return max(0, request.num_tokens - self._ahead)
 
     def _can_begin(self, seq: KVSequence) -> bool:  # noqa: ARG002  # other kinds of groups may not
         """Say whether a request can begin in this step with what it has found."""
@@ -432,7 +429,7 @@ class Manager:
         """Return a new sequence that has all that was found, or nothing of it."""
         seq = self._found.pop(request.request_id, None)
         if seq is not None and (
-            seq.num_tokens != request.num_tokens
+            seq.num_tokens != self._num_told(request)
             or (seq.num_computed_tokens and not num_cached_tokens)
         ):
             self.kv.close(seq)
@@ -501,24 +498,47 @@ class Manager:
 
         Without windows only whole blocks matter.
         """
+        if self._ahead:
+            stop = self._proven(request, stop)
         if self._is_plain:
             stop -= stop % self._size
         self._extend(seq, request, stop)
         if stop > seq.num_computed_tokens:
             self.kv.commit(seq, stop - seq.num_computed_tokens)
+        if request.block_hashes and self.enable_caching:
+            self._note_hashes(seq, request.block_hashes)
+
+    def _proven(self, request: Request, stop: int) -> int:
+        """Return up to where the KV of a draft model is final, of the first `stop` tokens.
+
+        It is written from the tokens after it: those of the next chunk write the last ones again.
+        The last token of a streamed input may be discarded, so it is told only with a whole block.
+        """
+        stop = max(0, min(stop - self._ahead + 1, self._num_told(request)))
+        return stop - stop % self.kv.block_size if request.resumable else stop
+
+    def _note_hashes(self, seq: KVSequence, hashes: Sequence[bytes]) -> None:
+        """Remember the blocks of the contents that vLLM has hashed. O(blocks not noted before)."""
+        table = seq.tables[self._hashed_group]
+        step = table.block_size // self.settings.hash_block_size
+        whole = min(seq.num_computed_tokens // table.block_size, len(hashes) // step)
+        for place in range(self._num_noted.get(seq, 0), whole):
+            self.block_pool.note(hashes[(place + 1) * step - 1], table.blocks[place])
+        self._num_noted[seq] = whole
 
     def _extend(self, seq: KVSequence, request: Request, stop: int) -> None:
         """Tell kvcore the first `stop` tokens, which are known."""
-        known = seq.num_tokens
+        known, ahead = seq.num_tokens, self._ahead
         if stop > known:
-            features = request.mm_features
-            if features and any(feature.mm_position.offset >= known for feature in features):
-                tokens = packed_of(request.all_token_ids[known:])  # a next turn, with images
-                self.kv.extend(seq, tokens, items=feature_items(features, known))
+            first, features = known + ahead, request.mm_features
+            if features and any(feature.mm_position.offset >= first for feature in features):
+                tokens = packed_of(request.all_token_ids[first:])  # a next turn, with images
+                items = shifted(feature_items(features, first), ahead)
+                self.kv.extend(seq, tokens, items=items)
             elif stop == known + 1:
-                self.kv.append(seq, request.all_token_ids[known])
+                self.kv.append(seq, request.all_token_ids[first])
             else:
-                self.kv.extend(seq, request.all_token_ids[known:stop])
+                self.kv.extend(seq, request.all_token_ids[first : stop + ahead])
 
     def _processed(self, request: Request) -> int:
         """Return how many tokens the steps that are over have computed, of those that are known."""
@@ -608,9 +628,11 @@ class Manager022(Manager):
     There a step may be handed what the one before reads, because the device runs them in order.
     """
 
-    def get_computed_blocks(self, request: Request) -> tuple[Blocks, int]:  # type: ignore[override]
+    def get_computed_blocks(  # type: ignore[override]
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[Blocks, int]:
         """Find a request's longest cached prefix, and count that it was looked for."""
-        blocks, num_hits, _ = super().get_computed_blocks(request)
+        blocks, num_hits, _ = super().get_computed_blocks(request, max_cache_hit_length)
         self.record_prefix_cache_stats(request, num_hits)
         return blocks, num_hits
 

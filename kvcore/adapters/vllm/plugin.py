@@ -1,213 +1,51 @@
 """The plugin that makes kvcore vLLM's KV cache manager: `VLLM_PLUGINS=kvcore vllm serve ...`.
 
-Decides which engines kvcore serves: those of the versions in `VERSIONS` whose layers see all, a
-window or their own chunk, or keep a recurrent state. All others keep vLLM's own manager, and one
-line in the log says why.
-Nothing happens unless `VLLM_PLUGINS` names kvcore: an installed kvcore by itself changes no vLLM.
-
-vLLM has no hook for this: `register` puts its own function where vLLM's scheduler looks for the
-manager's class, and around two others: where the scheduler is told its configuration, and where the
-engine takes the hashing of prompts, which kvcore does not need.
+Every vLLM that has kvcore beside it imports this module, of whatever version, so it imports nothing
+of vLLM. `register` looks at `VLLM_PLUGINS` first, which must name kvcore, then at the version, and
+only then imports `engine`. Whatever is not as expected there leaves vLLM as it is, with one line in
+its log.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
-from functools import wraps
-from inspect import signature
-from types import FunctionType
-from typing import Any, Final
+import sys
+from importlib import import_module
+from typing import Final
 
-import vllm
-from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched import scheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import core
-from vllm.v1.kv_cache_interface import (
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-)
-from vllm.v1.metrics.stats import PrefixCacheStats
-from vllm.v1.utils import tensor_data
+VERSIONS: Final = ("0.22", "0.32", "0.33")
+"""The minor versions of vLLM that this adapter was tried with."""
 
-import kvcore
-from kvcore.adapters.vllm.events import Kind, Speller
-from kvcore.adapters.vllm.manager import Manager, Manager022, Settings
-from kvcore.adapters.vllm.prompts import groups_of, is_state
-from kvcore.adapters.vllm.states import StateManager
-
-VERSIONS: Final[dict[str, type[Manager]]] = {"0.22": Manager022, "0.32": Manager}
-"""The minor versions of vLLM that this adapter was tried with, and what serves each."""
-
-logger = init_logger("vllm.plugins.kvcore")
+LOGGER: Final = "vllm.plugins.kvcore"
+"""The name of the logger, below that of vLLM."""
 
 
-class Plugin:
-    """What stands between vLLM and kvcore in one process.
-
-    Attributes:
-        own_manager: vLLM's class of managers.
-        own_hasher: vLLM's maker of hashers.
-        made: the manager that kvcore puts in its place.
-        left: why the engine that is being made keeps vLLM's own manager, if its configuration
-            says so.
-        serves: whether the engine that was made last is served by kvcore.
-    """
-
-    def __init__(self) -> None:
-        self.own_manager: Callable[..., Any] = scheduler.KVCacheManager
-        self.own_hasher: Callable[..., Any] = core.get_request_block_hasher
-        self.made = VERSIONS[minor_version()]
-        self.left: str | None = None
-        self.serves = False
-
-    def install(self) -> None:
-        """Put it where vLLM looks."""
-        begin = Scheduler.__init__
-
-        @wraps(begin)
-        def noted(self_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-            self.left = left_by(vllm_config)
-            try:
-                begin(self_, vllm_config, *args, **kwargs)
-            finally:
-                self.left = None
-
-        Scheduler.__init__ = noted
-        scheduler.KVCacheManager = self.manager
-        core.get_request_block_hasher = self.hasher
-
-    def manager(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Make the manager of an engine: kvcore's, or vLLM's own."""
-        made = self.left or settings_of(kv_cache_config, *args, **kwargs)
-        self.serves = isinstance(made, Settings)
-        if isinstance(made, Settings):
-            how = "Python" if isinstance(kvcore.KVCacheManager.open, FunctionType) else "compiled"
-            logger.info("kvcore %s (%s) is the KV cache manager", kvcore.__version__, how)
-            has_states = isinstance(made.groups[-1], kvcore.RecurrentState)
-            return (StateManager if has_states else self.made)(made)
-        logger.warning("kvcore leaves the KV cache to vLLM's own manager: %s", made)
-        return self.own_manager(kv_cache_config, *args, **kwargs)
-
-    def hasher(self, *args: Any, **kwargs: Any) -> Callable[..., list[Any]]:  # noqa: ANN401
-        """Make what hashes prompts as they arrive: nothing is, where kvcore compares content."""
-        return _no_hashes if self.serves else self.own_hasher(*args, **kwargs)
-
-
-def _no_hashes(request: Any) -> list[Any]:  # noqa: ANN401, ARG001
-    return []
-
-
-def left_by(vllm_config: Any) -> str | None:  # noqa: ANN401
-    """Return why an engine of this configuration keeps vLLM's own manager; None: it need not."""
-    if vllm_config.kv_transfer_config is not None:
-        return "a KV connector"
-    if vllm_config.scheduler_config.policy == "priority":
-        # Who gives way in the pass that scheduled it has published what is never computed; to take
-        # that back would take it from a twin as well, whose table the worker has already.
-        return "priorities"
-    return None
-
-
-def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
-    """Return what the manager of an engine is to be, or why kvcore does not serve it.
-
-    The arguments are those of vLLM's `KVCacheManager`.
-    """
-    bound = signature(KVCacheManager).bind(*args, **kwargs)
-    bound.apply_defaults()
-    told = bound.arguments
-    kv_cache_config, max_model_len = told["kv_cache_config"], told["max_model_len"]
-    specs = tuple(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
-    if not specs:
-        return "a model without a KV cache"
-    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
-    found = groups_of(specs, are_dense=interval is None)
-    if isinstance(found, str):
-        return found
-    groups, places = found
-    has_states = isinstance(groups[-1], kvcore.RecurrentState)
-    lookahead = told.get("num_prefill_lookahead") or 0
-    refused = {
-        "drafts of hidden states, or recurrent states, in vLLM 0.22": minor_version() == "0.22"
-        and (told["use_eagle"] or has_states),
-        "several MTP modules whose last cached block is not computed again": lookahead > 1
-        and not told["use_eagle"],
-        "recurrent states found between the ends of blocks (prefix_match_unit)": has_states
-        and told["enable_caching"]
-        and told["hash_block_size"] != told["scheduler_block_size"],
-        "context parallelism": told["dcp_world_size"] > 1 or told["pcp_world_size"] > 1,
-        "an interval at which windows and states are retained": interval,
-        "a host-resident KV cache": any(
-            getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups
-        ),
-        "windows that are recomputed": any(
-            getattr(spec, "prefix_replay_tokens", 0) for spec in specs
-        ),
-    }
-    for reason, applies in refused.items():
-        if applies:
-            return reason
-    return Settings(
-        num_blocks=kv_cache_config.num_blocks,
-        groups=groups,
-        places=places,
-        specs=specs,
-        caps=_caps_of(specs, told),
-        max_model_len=max_model_len,
-        enable_caching=told["enable_caching"],
-        recompute=max(1, lookahead) if told["use_eagle"] else 0,
-        watermark_blocks=int(told.get("watermark", 0.0) * kv_cache_config.num_blocks),
-        event_hashes="sha256" if told["enable_kv_cache_events"] else None,
-        keep_fresh=kv_cache_config.needs_kv_cache_zeroing,
-        bytes_of=tensor_data,
-        new_stats=PrefixCacheStats if told["log_stats"] else None,
-        spell=Speller(_kinds_of(specs, places, len(groups))),
-        collector=told["metrics_collector"],
-    )
-
-
-def _caps_of(specs: tuple[Any, ...], told: dict[str, Any]) -> tuple[int | None, ...]:
-    """Return for each group with attention the most blocks that a request may ask for, if any."""
-    max_model_len = told["max_model_len"]
-    in_flight = told.get("max_in_flight_tokens", told.get("max_num_batched_tokens"))
-    in_flight = in_flight or max_model_len
-    return tuple(
-        spec.max_admission_blocks_per_request(in_flight, max_model_len)
-        if hasattr(spec, "max_admission_blocks_per_request")
-        else None
-        for spec in specs
-        if not is_state(spec)
-    )
-
-
-def _kinds_of(specs: tuple[Any, ...], places: tuple[int, ...], num_groups: int) -> list[list[Kind]]:
-    """Return for each group of kvcore what vLLM's events say of its own."""
-    kinds: list[list[Kind]] = [[] for _ in range(num_groups)]
-    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
-        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
-        kinds[min(place, num_groups - 1)].append((index, kind, window))
-    return kinds
+def version() -> str:
+    """Return which vLLM this process has imported; "of an unknown version" if it does not say."""
+    return str(getattr(sys.modules.get("vllm"), "__version__", "of an unknown version"))
 
 
 def minor_version() -> str:
-    """Return which vLLM this is, as `VERSIONS` names it."""
-    return ".".join(vllm.__version__.split(".")[:2])
+    """Return the version as `VERSIONS` names it."""
+    return ".".join(version().split(".")[:2])
 
 
 def register() -> None:
     """Make kvcore the KV cache manager of the engines of this process; vLLM calls it."""
     if "kvcore" not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
-    if isinstance(getattr(scheduler.KVCacheManager, "__self__", None), Plugin):
-        return
-    if minor_version() not in VERSIONS:
-        logger.warning(
-            "kvcore leaves the KV cache to vLLM's own manager: vLLM %s, wanted %s",
-            vllm.__version__,
-            " or ".join(VERSIONS),
-        )
-        return
-    Plugin().install()
+    why = ""
+    if minor_version() in VERSIONS:
+        try:
+            import_module("kvcore.adapters.vllm.engine").install()
+        except (ImportError, AttributeError) as error:
+            why = f", in which a name has moved ({error})"
+        else:
+            return
+    logging.getLogger(LOGGER).warning(
+        "kvcore leaves the KV cache to vLLM's own manager: vLLM %s%s; supported are %s",
+        version(),
+        why,
+        ", ".join(VERSIONS),
+    )

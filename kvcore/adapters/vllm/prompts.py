@@ -48,6 +48,8 @@ class Request(Protocol):
     lora_request: Any
     mm_features: Sequence[Any]
     prompt_embeds: Any
+    block_hashes: Sequence[bytes]
+    resumable: bool
 
     @property
     def all_token_ids(self) -> Sequence[int]:

@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvcore import Block, KVSequence, StateTable
-from kvcore.adapters.vllm.manager import Blocks, Ids, Manager, Settings
+from kvcore.adapters.vllm.blocks import Blocks, Ids
+from kvcore.adapters.vllm.manager import Manager, Settings
 from kvcore.adapters.vllm.prompts import Request
 
 
@@ -32,13 +33,15 @@ class StateManager(Manager):
         super().__init__(settings)
         self._written: set[int] = set()  # the first blocks of the states that this step writes
 
-    def get_computed_blocks(self, request: Request) -> tuple[Blocks, int, int]:
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[Blocks, int, int]:
         """Find a prefix as every manager does; say too where a state should be kept on the way.
 
         The third number is the position at which other prompts leave this one, if its state is not
         cached: the scheduler ends a chunk there.
         """
-        blocks, num_hits, _ = super().get_computed_blocks(request)
+        blocks, num_hits, _ = super().get_computed_blocks(request, max_cache_hit_length)
         seq = self._found.get(request.request_id)
         wanted = [] if seq is None else _state_of(seq).wanted
         return blocks, num_hits, wanted[-2] if len(wanted) > 1 else 0

@@ -280,3 +280,34 @@ INDEX_PROGRAMS = (
     what_is_out_of_the_tree_takes_no_other_with_it,
     what_is_told_again_is_followed_again,
 )
+
+
+def what_is_far_alone_is_not_counted(machine):
+    machine.store()
+    machine.copy("far")
+    machine.remove("cache")
+
+
+def what_goes_far_away_stays_near_by(machine):
+    machine.store()
+    machine.copy("disk")
+    machine.remove("cache")
+    machine.remove("far")
+
+
+def what_one_tier_drops_another_of_its_medium_still_has(machine):
+    machine.store(session="one")
+    for tier in ("disk", "a second disk"):
+        machine.copy(tier)
+    machine.remove("cache")
+    machine.remove("disk")
+    machine.it_counts_what_is_near()
+    machine.store(session="two")
+    machine.remove("cache")
+
+
+TIER_PROGRAMS = (
+    what_is_far_alone_is_not_counted,
+    what_goes_far_away_stays_near_by,
+    what_one_tier_drops_another_of_its_medium_still_has,
+)

@@ -3,6 +3,8 @@
 import itertools
 from dataclasses import replace
 
+import msgspec
+
 import kvcore
 from kvcore import wire
 
@@ -231,6 +233,58 @@ class ClingingIndex(wire.Index):
             below.parent = above
 
 
+class HindsightIndex(wire.Index):
+    """Takes two blocks of equal tokens for one, whatever follows them."""
+
+    def _store(self, publisher, known, event, window):
+        super()._store(publisher, known, replaced(event, lookahead_token_ids=None), window)
+
+
+class MyopicIndex(wire.Index):
+    """Reads one token ahead where a hash covers two."""
+
+    def _store(self, publisher, known, event, window):
+        after = event.lookahead_token_ids
+        after = after and [each[:1] for each in after]
+        super()._store(publisher, known, replaced(event, lookahead_token_ids=after), window)
+
+
+class HurriedIndex(wire.Index):
+    """Says of the last block of a prompt that it is held, though what follows is not known."""
+
+    def match(self, tokens, **options):
+        found = {}
+        for next_token in range(3):
+            for who, length in super().match([*tokens, next_token], **options).items():
+                found[who] = max(found.get(who, 0), length)
+        return {who: min(length, len(tokens)) for who, length in found.items()}
+
+
+class FarSightedIndex(wire.Index):
+    """Counts what is far."""
+
+    def _apply(self, publisher, known, event):
+        near = event if isinstance(event, wire.Cleared) else replaced(event, locality=None)
+        super()._apply(publisher, known, near)
+
+
+class DeafToFarIndex(wire.Index):
+    """Passes over what is stored far, and not what goes there."""
+
+    def _apply(self, publisher, known, event):
+        if isinstance(event, wire.Removed):
+            event = replaced(event, locality=None)
+        super()._apply(publisher, known, event)
+
+
+class CommunalIndex(wire.Index):
+    """Takes the tiers of one medium for one."""
+
+    def _apply(self, publisher, known, event):
+        one = event if isinstance(event, wire.Cleared) else replaced(event, ownership=None)
+        super()._apply(publisher, known, one)
+
+
 class TimidFollower(wire.Follower):
     """Asks for everything, whatever it knows."""
 
@@ -247,8 +301,7 @@ class HopefulFollower(wire.Follower):
 
 
 def replaced(event, **changes):
-    fields = {name: getattr(event, name) for name in wire.Stored.__struct_fields__}
-    return wire.Stored(**{**fields, **changes})
+    return msgspec.structs.replace(event, **changes)
 
 
 SABOTAGES = {
@@ -264,3 +317,5 @@ SABOTAGES = {
         ShortSightedIndex, HereditaryIndex, HastyIndex,
     ),
 }  # fmt: skip
+LOOKAHEAD_SABOTAGES = (HindsightIndex, MyopicIndex, HurriedIndex)
+TIER_SABOTAGES = (FarSightedIndex, DeafToFarIndex, CommunalIndex)

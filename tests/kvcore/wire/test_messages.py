@@ -232,13 +232,39 @@ def test_what_vllm_sends_is_read(shape):
     assert read.events[0].block_hashes == [1, b"two"]
 
 
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_what_is_sent_is_read_whatever_it_says(form):
+    events = (
+        wire.Stored(
+            [1, b"two"], 7, [1, 2, 3, 4], 2, medium="STORAGE", group_idx=0, locality="REMOTE",
+            ownership="a disk", session_id="one", lookahead_token_ids=[[3], [5]],
+        ),
+        wire.Stored([3], None, [], 0, medium="CPU", group_idx=0, ownership="kvcr"),
+        wire.Removed([1], "CPU", 0, "LOCAL", "kvcr"),
+        wire.Removed([1], "GPU"),
+        wire.Cleared(),
+    )  # fmt: skip
+    read = wire.decode(wire.encode(1.0, events, 0, form))
+    assert read.num_malformed == 0
+    names = [one.__struct_fields__ for one in events]
+    for sent, got, fields in zip(events, read.events, names, strict=True):
+        assert [getattr(sent, name) for name in fields] == [getattr(got, name) for name in fields]
+        again = wire.decode(wire.encode(1.0, [got], 0, "map")).events[0]
+        assert again == sent
+
+
 def test_a_batch_may_be_a_map_and_its_events_of_either_form():
     events = [{"type": "AllBlocksCleared"}, ["BlockRemoved", [1], "GPU"], ["AllBlocksCleared"]]
     read = wire.decode(msgspec.msgpack.encode({"ts": 1.0, "events": events, "more": 1}))
     assert [isinstance(event, wire.Cleared) for event in read.events] == [True, False, True]
 
 
+BLOCK = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
+         "token_ids": [1, 2, 3, 4], "block_size": 2}  # fmt: skip
 BROKEN_EVENTS = {
+    "tokens after too few blocks": BLOCK | {"lookahead_token_ids": [[3]]},
+    "more tokens after one block": BLOCK | {"lookahead_token_ids": [[3], [5, 6]]},
+    "after a block what is no token": BLOCK | {"lookahead_token_ids": [[3], [-1]]},
     "no kind": {},
     "an unknown kind": {"type": "BlockMoved"},
     "names that are text": ["BlockRemoved", ["one"], "GPU"],
@@ -337,6 +363,7 @@ def test_a_sequence_number_is_8_bytes(size):
 
 
 SOUND_EVENTS = {
+    "tokens after each block": BLOCK | {"lookahead_token_ids": [[3, 4], [5, 6]]},
     "blocks of one token": ["BlockStored", [1, 2], None, [7, 8], 1],
     "the largest token": ["BlockStored", [1], None, [0, 2**32 - 1], 2],
     "no blocks": ["BlockStored", [], None, [], 4],

@@ -7,17 +7,19 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore import wire
-from tests.kvcore.wire.index_machine import IndexMachine
+from tests.kvcore.wire.index_machine import IndexMachine, TierMachine
 from tests.kvcore.wire.machine import CountMachine, IndexDiffersError, StreamMachine
-from tests.kvcore.wire.programs import INDEX_PROGRAMS, PROGRAMS
-from tests.kvcore.wire.sabotage import SABOTAGES, ClingingIndex
+from tests.kvcore.wire.programs import INDEX_PROGRAMS, PROGRAMS, TIER_PROGRAMS
+from tests.kvcore.wire.sabotage import LOOKAHEAD_SABOTAGES, SABOTAGES, TIER_SABOTAGES, ClingingIndex
 
 TestStreams = StreamMachine.TestCase
 TestCounts = CountMachine.TestCase
 TestIndexes = IndexMachine.TestCase
+TestTiers = TierMachine.TestCase
 pytest.mark.machine(TestStreams)
 pytest.mark.machine(TestCounts)
 pytest.mark.machine(TestIndexes)
+pytest.mark.machine(TestTiers)
 # Shrinking takes minutes: a failure is reported as it was found. For a short one, add Phase.shrink.
 TestStreams.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate], report_multiple_bugs=False
@@ -72,6 +74,33 @@ def test_a_node_that_clings_to_what_it_followed_is_caught():
     with pytest.raises((IndexDiffersError, KeyError)):  # noqa: PT012  # short programs first
         for program in INDEX_PROGRAMS:
             run_on_index(program, machine())
+        run_state_machine_as_test(machine, settings=HUNT)
+
+
+@pytest.mark.parametrize("broken", LOOKAHEAD_SABOTAGES)
+def test_an_index_that_looks_ahead_badly_is_caught(broken):
+    machine = type(broken.__name__, (IndexMachine,), {"make_index": broken})
+    with pytest.raises(IndexDiffersError):
+        run_state_machine_as_test(machine, settings=HUNT)
+
+
+def run_on_tiers(program, machine):
+    machine.start()
+    program(machine)
+    machine.it_counts_what_is_near()
+
+
+@pytest.mark.parametrize("program", TIER_PROGRAMS)
+def test_an_index_counts_what_is_near_after(program):
+    run_on_tiers(program, TierMachine())
+
+
+@pytest.mark.parametrize("broken", TIER_SABOTAGES)
+def test_an_index_that_misreads_where_a_copy_is_is_caught(broken):
+    machine = type(broken.__name__, (TierMachine,), {"make_index": broken})
+    with pytest.raises(IndexDiffersError):  # noqa: PT012  # short programs first: they cost little
+        for program in TIER_PROGRAMS:
+            run_on_tiers(program, machine())
         run_state_machine_as_test(machine, settings=HUNT)
 
 
