@@ -14,7 +14,6 @@ from kvcore.adapters.recurrent.passes import (
     ReportedLength,
     Run,
     StateStep,
-    cache_argument,
     divide,
     is_divided,
     undivide,
@@ -31,11 +30,13 @@ from kvcore.adapters.recurrent.states import (
     state_places,
     state_views,
 )
+from kvcore.adapters.transformers_versions import CACHE_ARGUMENT, cache_argument
 
 if TYPE_CHECKING:
     from kvcore.adapters.recurrent.state_functions import BackendOperations, use_pytorch
 
 __all__ = [
+    "CACHE_ARGUMENT",
     "BackendOperations",
     "HeldStates",
     "Operations",

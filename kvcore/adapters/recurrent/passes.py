@@ -18,7 +18,6 @@ others; a pass without this cache runs as if the modules were not wrapped.
 Does not know: which blocks a sequence has, which modules keep states (`probe.py`).
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +68,22 @@ class ReportedLength:
         """As without a cache; used to build masks. O(1)."""
         del layer_idx
         return query_length, 0
+
+
+class KeyValueStore(Protocol):
+    """A cache of Transformers to which attention modules give their keys and values."""
+
+    def update(
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_idx: int,
+        /,
+        *rest: Any,
+        **named: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the module's queries attend to."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +313,7 @@ class RecurrentPass(ReportedLength):
         outputs: of each call of a module with a state, the module and its output; None: not kept.
         mark: is called in place of such a module, with its wrapped forward and arguments; None:
             the module runs.
+        kv_cache: stores the keys and values of layers that attend; None: this pass does not.
     """
 
     def __init__(
@@ -320,6 +336,14 @@ class RecurrentPass(ReportedLength):
         self.outputs: list[tuple[nn.Module, Any]] | None = None
         self.mark: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None
         self.mark = None
+        self.kv_cache: KeyValueStore | None = None
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *rest: object, **named: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values in `kv_cache`; without one return those of the pass alone."""
+        store = super() if self.kv_cache is None else self.kv_cache
+        return store.update(key, value, layer_idx, *rest, **named)
 
     @classmethod
     def of_fresh(cls, lengths: Iterable[int], length: int | Tensor = 0) -> "RecurrentPass":
@@ -520,15 +544,6 @@ def undivide(network: nn.Module) -> None:
 def stepping_of(module: nn.Module) -> Stepping | None:
     """The forward of a divided module that steps states where they lie; None: it has none. O(1)."""
     return module.forward.stepping if isinstance(module.forward, _Divided) else None
-
-
-def cache_argument(network: nn.Module) -> str:
-    """The name of a network's argument for the cache of a pass. O(1).
-
-    It is `cache` since Transformers 5.24; before it was `cache_params` or `past_key_values`.
-    """
-    known = inspect.signature(network.forward).parameters
-    return next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
 
 
 def is_divided(network: nn.Module) -> bool:

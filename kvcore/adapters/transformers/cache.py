@@ -34,6 +34,7 @@ from transformers.cache_utils import (
 )
 
 import kvcore
+from kvcore.adapters.transformers_versions import CACHE_ARGUMENT
 
 
 class PagedPool:
@@ -246,7 +247,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # it regist
         length = self.length + key_states.shape[-2]
         if step is None or (step.start, step.start + step.num_columns) != (self.length, length):
             raise kvcore.InvalidArgumentError(
-                "past_key_values: wanted the model that the pool was made for, and input_ids, "
+                f"{CACHE_ARGUMENT}: wanted the model that the pool was made for, and input_ids, "
                 "so that the pool hears which tokens these are"
             )
         self.length = length
@@ -524,8 +525,8 @@ class PagedCache(Cache):
 
 
 def _hear_tokens(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401, ARG001  # a hook's
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, PagedCache):
+    cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, PagedCache)), None)
+    if cache is not None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None:
             raise kvcore.InvalidArgumentError("input_ids: wanted token ids, got none")
