@@ -74,13 +74,7 @@ class KeyValueStore(Protocol):
     """A cache of Transformers to which attention modules give their keys and values."""
 
     def update(
-        self,
-        key: Tensor,
-        value: Tensor,
-        layer_idx: int,
-        /,
-        *rest: Any,
-        **named: Any,  # noqa: ANN401
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Return the keys and values that the module's queries attend to."""
         ...
@@ -339,11 +333,18 @@ class RecurrentPass(ReportedLength):
         self.kv_cache: KeyValueStore | None = None
 
     def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *rest: object, **named: object
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_idx: int,
+        *_: object,
+        kwargs: dict[str, Any] | None = None,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values in `kv_cache`; without one return those of the pass alone."""
-        store = super() if self.kv_cache is None else self.kv_cache
-        return store.update(key, value, layer_idx, *rest, **named)
+        if self.kv_cache is None:
+            return key, value
+        return self.kv_cache.update(key, value, layer_idx, kwargs or {})
 
     @classmethod
     def of_fresh(cls, lengths: Iterable[int], length: int | Tensor = 0) -> "RecurrentPass":

@@ -378,8 +378,9 @@ class KVCoreCache(PagedAttentionCache):
             kwargs: the arguments of the layer's attention, where the backend finds this cache.
         """
         if self.attention is None:
-            return super().update(key_states, value_states, layer_idx, kwargs)
-        kwargs["cache"] = self
+            key_states, value_states = super().update(key_states, value_states, layer_idx, kwargs)
+        else:
+            kwargs["cache"] = self
         return key_states, value_states
 
     def layer_memory(self, layer: int) -> tuple[int, int, torch.Tensor, torch.Tensor]:
