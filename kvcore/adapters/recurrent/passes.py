@@ -338,13 +338,12 @@ class RecurrentPass(ReportedLength):
         value: Tensor,
         layer_idx: int,
         *_: object,
-        kwargs: dict[str, Any] | None = None,
-        **__: object,
+        **named: Any,  # noqa: ANN401  # as attention modules have it
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values in `kv_cache`; without one return those of the pass alone."""
         if self.kv_cache is None:
             return key, value
-        return self.kv_cache.update(key, value, layer_idx, kwargs or {})
+        return self.kv_cache.update(key, value, layer_idx, **named)
 
     @classmethod
     def of_fresh(cls, lengths: Iterable[int], length: int | Tensor = 0) -> "RecurrentPass":
