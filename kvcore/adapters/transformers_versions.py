@@ -10,9 +10,11 @@ Does not know: classes of models, caches, batches.
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from torch import nn
+from transformers import cache_utils
 
 import kvcore
 
@@ -73,6 +75,9 @@ INSTALLED = interface_of(transformers.__version__)
 
 CACHE_ARGUMENT = INSTALLED.cache_argument
 """The argument by which a layer that attends takes the cache."""
+
+EmptyLayer: Any = getattr(cache_utils, "DummyLayer", None)
+"""The class of layers that keep nothing, in caches since 5.23; None: caches leave them out."""
 
 
 def cache_argument(network: nn.Module, interface: Interface = INSTALLED) -> str:

@@ -27,14 +27,13 @@ import torch
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
 
 import kvcore
-from kvcore.adapters.transformers_versions import CACHE_ARGUMENT
+from kvcore.adapters.transformers_versions import CACHE_ARGUMENT, EmptyLayer
 
 
 class PagedPool:
@@ -57,7 +56,7 @@ class PagedPool:
         self._groups: list[int | None] = []  # of each layer
         windows: list[int | None] = []
         for index, layer in enumerate(stock):
-            if type(layer) is DummyLayer:
+            if type(layer) is EmptyLayer:
                 self._groups.append(None)
                 continue
             if type(layer) not in {DynamicLayer, DynamicSlidingWindowLayer}:
@@ -110,12 +109,10 @@ class PagedPool:
             raise
         return PagedCache(self, rows, input_ids.shape[1])
 
-    def layers(self, cache: PagedCache, length: int) -> list[PagedLayer | DummyLayer]:
+    def layers(self, cache: PagedCache, length: int) -> list[Any]:
         """Return the layers of a new cache that has `length` columns."""
         return [
-            DummyLayer()  # type: ignore[no-untyped-call]
-            if group is None
-            else PagedLayer(cache, index, self.windows[group], length)
+            EmptyLayer() if group is None else PagedLayer(cache, index, self.windows[group], length)
             for index, group in enumerate(self._groups)
         ]
 
@@ -292,7 +289,7 @@ class PagedCache(Cache):
         self._repeats = 1  # how many rows of the batch each of ours stands for, until the next pass
         self._num_columns = num_columns  # of the prompts
         length = min(row.padding + row.seq.num_cached_tokens for row in rows)
-        super().__init__(layers=pool.layers(self, length))  # type: ignore[arg-type]  # a list
+        super().__init__(layers=pool.layers(self, length))
 
     @property
     def length(self) -> int:
