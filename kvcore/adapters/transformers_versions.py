@@ -1,9 +1,11 @@
 """How the minor versions of Transformers differ in what kvcore uses of them.
 
 Decides: which minors are supported, the names of the argument by which a module takes the cache of
-a pass, and whether attention modules give their keys and values to the cache of a batch themselves.
+a pass, whether attention modules give their keys and values to the cache of a batch themselves, and
+which layers of a cache keep nothing.
 
-Invariants: a minor that is not in `INTERFACES` is refused in one line when this file is imported.
+Invariants: a minor that is not in `INTERFACES` is refused when this file is imported, which the
+other files do before they import a name of Transformers.
 
 Does not know: classes of models, caches, batches.
 """
@@ -14,7 +16,6 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import cache_utils
 
 import kvcore
 
@@ -76,7 +77,7 @@ INSTALLED = interface_of(transformers.__version__)
 CACHE_ARGUMENT = INSTALLED.cache_argument
 """The argument by which a layer that attends takes the cache."""
 
-EmptyLayer: Any = getattr(cache_utils, "DummyLayer", None)
+EmptyLayer: Any = getattr(transformers.cache_utils, "DummyLayer", None)
 """The class of layers that keep nothing, in caches since 5.23; None: caches leave them out."""
 
 

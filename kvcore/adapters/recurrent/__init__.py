@@ -7,6 +7,10 @@ what computes with a backend's operations (`BackendOperations`, `use_pytorch`) `
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+# Refuses an unsupported version of Transformers before its insides are imported.
+from kvcore.adapters.transformers_versions import CACHE_ARGUMENT, cache_argument
+
+# isort: split
 from kvcore.adapters.recurrent.passes import (
     HeldStates,
     Operations,
@@ -30,7 +34,6 @@ from kvcore.adapters.recurrent.states import (
     state_places,
     state_views,
 )
-from kvcore.adapters.transformers_versions import CACHE_ARGUMENT, cache_argument
 
 if TYPE_CHECKING:
     from kvcore.adapters.recurrent.state_functions import BackendOperations, use_pytorch
