@@ -233,13 +233,56 @@ class HeldStates(ReportedLength):
         """MiniMax's name of `update_recurrent_state`. O(1)."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
-    def has_previous_state(self, *_: object, **__: object) -> bool:
-        """Whether there is a state before this call. O(1)."""
-        return self._read is not None or bool(self.held)
+    @property
+    def layers(self) -> "HeldLayers":
+        """The states by layer, as modules ask for them before Transformers 5.21. O(1)."""
+        return HeldLayers(self)
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None, **_: object
+    ) -> bool:
+        """Return True if there is a state, of a layer or of all, before this call. O(states)."""
+        return self._read is not None or any(
+            layer_idx in (None, key.layer) and state_idx in (None, key.number) for key in self.held
+        )
 
     def is_recording_past(self, *_: object, **__: object) -> bool:
         """Never: states are not cut. O(1)."""
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLayers:
+    """The layers of a cache: modules read `cache.layers[layer].conv_states[number]`."""
+
+    cache: HeldStates
+
+    def __getitem__(self, layer: int) -> "HeldLayer":
+        """The states of a layer. O(1)."""
+        return HeldLayer(self.cache, layer)
+
+
+class HeldLayer:
+    """The states of one layer of a cache, by their numbers.
+
+    Attributes:
+        conv_states: as `HeldStates.get_conv_state` gives them.
+        recurrent_states: as `HeldStates.get_recurrent_state` gives them.
+    """
+
+    record_past = False  # states are not cut
+
+    def __init__(self, cache: HeldStates, layer: int) -> None:
+        self.conv_states = _ByNumber(partial(cache.get_conv_state, layer))
+        self.recurrent_states = _ByNumber(partial(cache.get_recurrent_state, layer))
+
+
+@dataclass(frozen=True, slots=True)
+class _ByNumber:
+    get: Callable[[int], object]
+
+    def __getitem__(self, number: int) -> object:
+        return self.get(number)
 
 
 class _Span(NamedTuple):
