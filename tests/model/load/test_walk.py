@@ -28,6 +28,12 @@ QUICK = [
     ("Phi3Config", "longrope"),
     ("Qwen3Config", "windows"),
 ]
+ALONE_IN_5_19 = {  # what fails is not the engine: whole passes give its tokens
+    ("MusicgenConfig", ""): "the class has no defaults",
+    ("Phi3Config", "longrope"): "generate forgets the text where the factors change",
+}
+if transformers.__version__.startswith("5.19."):
+    QUICK = [case for case in QUICK if case not in ALONE_IN_5_19]
 SAME_VERSION = pytest.mark.skipif(
     transformers.__version__ != walk.stored_for(),
     reason=f"the outcomes are those of Transformers {walk.stored_for()}",
