@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import backends
-from kvcore.adapters.recurrent import ReportedLength
+from kvcore.adapters.recurrent import CACHE_ARGUMENT, ReportedLength
 from model.attention.indexer import Index, hook_layers
 from model.caches.kv_caches import KVCaches
 from model.caches.layout import CacheLayout
@@ -101,7 +101,7 @@ def _stand_in(
     if paged is None:
         return None
     cache = _CompressorCache(module, getattr(paged, "entries", None))
-    return args, kwargs | {"past_key_values": cache}
+    return args, kwargs | {CACHE_ARGUMENT: cache}
 
 
 class _CompressorCache(ReportedLength):

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from kvcore.adapters.recurrent import ReportedLength
+from kvcore.adapters.recurrent import CACHE_ARGUMENT, ReportedLength
 from model.errors import UnsupportedModelError
 
 _SAME = frozenset({"float", "to", "transpose", "unsqueeze", "squeeze", "contiguous"})
@@ -72,8 +72,8 @@ def _stand_in(
     paged = kwargs.get("paged")
     if paged is None:
         return None
-    cache = _IndexCache(module, paged, kwargs.get("past_key_values"))
-    kwargs = kwargs | {"past_key_values": cache}
+    cache = _IndexCache(module, paged, kwargs.get(CACHE_ARGUMENT))
+    kwargs = kwargs | {CACHE_ARGUMENT: cache}
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = SeenTokens()
     return args, kwargs

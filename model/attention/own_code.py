@@ -28,6 +28,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvcore.adapters.recurrent import CACHE_ARGUMENT
 from model.errors import UnsupportedModelError
 
 _EXTRA = 8  # numbers of a key that say where it is; six are used, and rows stay aligned
@@ -217,11 +218,9 @@ def _mpt_model(
     """The class needs a mask, and would make ALiBi of counted positions."""
     del passing
     states = module.wte(input_ids)
+    no_cache: Any = {CACHE_ARGUMENT: None}
     mask = create_causal_mask(
-        config=module.config,
-        inputs_embeds=states,
-        attention_mask=attention_mask,
-        past_key_values=None,
+        config=module.config, inputs_embeds=states, attention_mask=attention_mask, **no_cache
     )
     for block in module.blocks:
         states = block(states, position_bias=None, attention_mask=mask)[0]
@@ -313,8 +312,14 @@ def follow_own_code(network: PreTrainedModel) -> None:
         network: its modules are changed for its whole life; a second call does nothing.
     """
     config, passing = network.config, _Passing(network)
-    forms = OWN_CODE.get(config.model_type, ())
-    if not forms or hasattr(network, "attends_for"):
+    replaced = [
+        (module, method, own)
+        for module in network.modules()
+        for kind, method, own in OWN_CODE.get(config.model_type, ())
+        # GPT-J and CodeGen have no `_attn` since Transformers 5.24: they call the interface.
+        if type(module).__name__ == kind and hasattr(module, method)
+    ]
+    if not replaced or hasattr(network, "attends_for"):
         return
     network.attends_for = passing  # type: ignore[assignment]
     # Transformers' own method leaves such classes as they are.
@@ -322,20 +327,13 @@ def follow_own_code(network: PreTrainedModel) -> None:
     network.register_forward_pre_hook(passing.enter, with_kwargs=True)
     network.register_forward_hook(passing.leave, always_call=True)
     is_alibi = config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False)
-    for module in network.modules():
-        for kind, method, own in forms:
-            if type(module).__name__ != kind:
-                continue
-            original = getattr(module, method)
-            setattr(
-                module, method, partial(_either, passing, original, partial(own, passing, module))
-            )
-            if is_alibi and hasattr(module, "layer_idx"):
-                slopes = _alibi_slopes(config.num_attention_heads)
-                device = next(module.parameters()).device
-                module.register_buffer(
-                    _SLOPES, torch.tensor(slopes, device=device), persistent=False
-                )
+    for module, method, own in replaced:
+        original = getattr(module, method)
+        setattr(module, method, partial(_either, passing, original, partial(own, passing, module)))
+        if is_alibi and hasattr(module, "layer_idx"):
+            slopes = _alibi_slopes(config.num_attention_heads)
+            device = next(module.parameters()).device
+            module.register_buffer(_SLOPES, torch.tensor(slopes, device=device), persistent=False)
 
 
 def _either(

@@ -168,7 +168,7 @@ def _not_loaded(error: Exception) -> str:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         below = [] if package in _OURS else [*below, (package, frame.f_code.co_name)]
     if not below:
-        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        name = error.name if isinstance(error, ImportError) else None
         package = (name or "").partition(".")[0]
         return "" if package in _OURS else package
     if below[0][1] != "<module>" and below[0][0] not in _IMPORTING:

@@ -1,5 +1,7 @@
-from importlib import metadata
+"""Leaves the adapter's tests out where a Transformers is installed that kvcore refuses."""
 
-# The adapter refuses other versions when it is imported.
-SERVED = metadata.version("transformers").startswith("5.23.")
-collect_ignore_glob = [] if SERVED else ["test_transformers_*"]
+collect_ignore_glob = []
+try:
+    import kvcore.adapters.transformers_versions  # noqa: F401
+except ImportError:
+    collect_ignore_glob = ["test_transformers_*"]

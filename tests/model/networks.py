@@ -163,7 +163,10 @@ def greedy_logits(
     """`generate`'s greedy tokens, and their logits: [num_tokens, vocab_size]."""
     network = model.network
     current = network.config.get_text_config()._attn_implementation
-    network.set_attn_implementation(model.dense_implementation)
+    try:
+        network.set_attn_implementation(model.dense_implementation)
+    except ValueError:  # one that a part of the network, which makes no text, does not have
+        network.set_attn_implementation("eager")
     output = network.generate(
         input_ids=torch.tensor([list(prompt)], device=network.device),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=network.device),

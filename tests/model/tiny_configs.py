@@ -165,6 +165,28 @@ EXTRA |= {
     "Ernie4_5_VLMoeConfig": _mrope(3, 3, 2),
     "Glm4vMoeConfig": _mrope(1, 1, 2, partial_rotary_factor=0.5),
     "HunYuanVLConfig": _mrope(2, 2, 2, 2),
+    "HYV4VLConfig": _mrope(2, 1, 1),
+    "Apertus1p5Config": {
+        "": {
+            "text_config": {"rope_parameters": rope("llama3")},
+            "vision_config": {
+                "base_channels": 32,
+                "embed_dim": 32,
+                "latent_channels": 32,
+                "codebook_size": 64,
+                "num_res_blocks": 1,
+            },
+            "audio_config": {
+                "model_type": "wavtokenizer_encoder",
+                "codebook_size": 64,
+                "codebook_dim": 64,
+            },
+            "image_token_id": 4,
+            "audio_token_id": 5,
+            "image_token_offset": 128,
+            "audio_token_offset": 192,
+        }
+    },
     "ChameleonConfig": {"": {"vocabulary_map": {"<image>": 4}, "vq_config": {"base_channels": 32}}},
     "CohereCompassConfig": {
         "": {"text_config": {"rope_parameters": {"full_attention": rope("default")}}}

@@ -7,6 +7,10 @@ what computes with a backend's operations (`BackendOperations`, `use_pytorch`) `
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+# Refuses an unsupported version of Transformers before its insides are imported.
+from kvcore.adapters.transformers_versions import CACHE_ARGUMENT, cache_argument
+
+# isort: split
 from kvcore.adapters.recurrent.passes import (
     HeldStates,
     Operations,
@@ -14,7 +18,6 @@ from kvcore.adapters.recurrent.passes import (
     ReportedLength,
     Run,
     StateStep,
-    cache_argument,
     divide,
     is_divided,
     undivide,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from kvcore.adapters.recurrent.state_functions import BackendOperations, use_pytorch
 
 __all__ = [
+    "CACHE_ARGUMENT",
     "BackendOperations",
     "HeldStates",
     "Operations",

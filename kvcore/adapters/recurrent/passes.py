@@ -18,7 +18,6 @@ others; a pass without this cache runs as if the modules were not wrapped.
 Does not know: which blocks a sequence has, which modules keep states (`probe.py`).
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +68,16 @@ class ReportedLength:
         """As without a cache; used to build masks. O(1)."""
         del layer_idx
         return query_length, 0
+
+
+class KeyValueStore(Protocol):
+    """A cache of Transformers to which attention modules give their keys and values."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the module's queries attend to."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +233,56 @@ class HeldStates(ReportedLength):
         """MiniMax's name of `update_recurrent_state`. O(1)."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
-    def has_previous_state(self, *_: object, **__: object) -> bool:
-        """Whether there is a state before this call. O(1)."""
-        return self._read is not None or bool(self.held)
+    @property
+    def layers(self) -> "HeldLayers":
+        """The states by layer, as modules ask for them before Transformers 5.21. O(1)."""
+        return HeldLayers(self)
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None, **_: object
+    ) -> bool:
+        """Return True if there is a state, of a layer or of all, before this call. O(states)."""
+        return self._read is not None or any(
+            layer_idx in (None, key.layer) and state_idx in (None, key.number) for key in self.held
+        )
 
     def is_recording_past(self, *_: object, **__: object) -> bool:
         """Never: states are not cut. O(1)."""
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLayers:
+    """The layers of a cache: modules read `cache.layers[layer].conv_states[number]`."""
+
+    cache: HeldStates
+
+    def __getitem__(self, layer: int) -> "HeldLayer":
+        """The states of a layer. O(1)."""
+        return HeldLayer(self.cache, layer)
+
+
+class HeldLayer:
+    """The states of one layer of a cache, by their numbers.
+
+    Attributes:
+        conv_states: as `HeldStates.get_conv_state` gives them.
+        recurrent_states: as `HeldStates.get_recurrent_state` gives them.
+    """
+
+    record_past = False  # states are not cut
+
+    def __init__(self, cache: HeldStates, layer: int) -> None:
+        self.conv_states = _ByNumber(partial(cache.get_conv_state, layer))
+        self.recurrent_states = _ByNumber(partial(cache.get_recurrent_state, layer))
+
+
+@dataclass(frozen=True, slots=True)
+class _ByNumber:
+    get: Callable[[int], object]
+
+    def __getitem__(self, number: int) -> object:
+        return self.get(number)
 
 
 class _Span(NamedTuple):
@@ -298,6 +350,7 @@ class RecurrentPass(ReportedLength):
         outputs: of each call of a module with a state, the module and its output; None: not kept.
         mark: is called in place of such a module, with its wrapped forward and arguments; None:
             the module runs.
+        kv_cache: stores the keys and values of layers that attend; None: this pass does not.
     """
 
     def __init__(
@@ -320,6 +373,20 @@ class RecurrentPass(ReportedLength):
         self.outputs: list[tuple[nn.Module, Any]] | None = None
         self.mark: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None
         self.mark = None
+        self.kv_cache: KeyValueStore | None = None
+
+    def update(
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_idx: int,
+        *_: object,
+        **named: Any,  # noqa: ANN401  # as attention modules have it
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values in `kv_cache`; without one return those of the pass alone."""
+        if self.kv_cache is None:
+            return key, value
+        return self.kv_cache.update(key, value, layer_idx, **named)
 
     @classmethod
     def of_fresh(cls, lengths: Iterable[int], length: int | Tensor = 0) -> "RecurrentPass":
@@ -520,15 +587,6 @@ def undivide(network: nn.Module) -> None:
 def stepping_of(module: nn.Module) -> Stepping | None:
     """The forward of a divided module that steps states where they lie; None: it has none. O(1)."""
     return module.forward.stepping if isinstance(module.forward, _Divided) else None
-
-
-def cache_argument(network: nn.Module) -> str:
-    """The name of a network's argument for the cache of a pass. O(1).
-
-    It is `cache` since Transformers 5.24; before it was `cache_params` or `past_key_values`.
-    """
-    known = inspect.signature(network.forward).parameters
-    return next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
 
 
 def is_divided(network: nn.Module) -> bool:

@@ -22,11 +22,11 @@ from kvcore.adapters.recurrent.passes import (
     Run,
     Spy,
     StateStep,
-    cache_argument,
     divide,
     stepping_of,
 )
 from kvcore.adapters.recurrent.states import StateShape, StateTensors, aligned, state_views
+from kvcore.adapters.transformers_versions import cache_argument
 
 _TOLERANCES = {torch.float32: 0.01, torch.float64: 0.01}
 """The relative error allowed between a text as a whole and in pieces; 0.05 in other dtypes."""

@@ -6,32 +6,12 @@ that shares prompts between calls and beams. Both need torch and Transformers, n
 docs/how-to/transformers.md shows them.
 """
 
-import transformers
+# Refuses an unsupported version before its insides are imported.
+from kvcore.adapters.transformers_versions import SUPPORTED, UnsupportedVersionError
 
-import kvcore
-
-SUPPORTED = ("5.23",)
-
-
-class UnsupportedVersionError(kvcore.KVCoreError, ImportError):
-    """The Transformers that is installed is not one that this adapter was run with."""
-
-
-def check_version(found: str) -> None:
-    """Refuse a Transformers that this adapter was not run with.
-
-    Raises:
-        UnsupportedVersionError: it is another minor version; its insides change with each.
-    """
-    if found.rsplit(".", 1)[0] not in SUPPORTED:
-        wanted = " or ".join(f"{version}.x" for version in SUPPORTED)
-        raise UnsupportedVersionError(f"transformers: wanted {wanted}, got {found}")
-
-
-check_version(transformers.__version__)
-
-from kvcore.adapters.transformers.batching import KVCoreCache, install, uninstall  # noqa: E402
-from kvcore.adapters.transformers.cache import PagedCache, PagedLayer, PagedPool  # noqa: E402
+# isort: split
+from kvcore.adapters.transformers.batching import KVCoreCache, install, uninstall
+from kvcore.adapters.transformers.cache import PagedCache, PagedLayer, PagedPool
 
 __all__ = [
     "SUPPORTED",
@@ -40,7 +20,6 @@ __all__ = [
     "PagedLayer",
     "PagedPool",
     "UnsupportedVersionError",
-    "check_version",
     "install",
     "uninstall",
 ]

@@ -362,6 +362,27 @@ class KVCoreCache(PagedAttentionCache):
                 request_id, past_length, query_length, read_index, write_index
             )
 
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a layer's keys and values, unless a backend attends: its attention stores them.
+
+        Args:
+            key_states: [1, num_kv_heads, num_tokens, head_dim].
+            value_states: like `key_states`.
+            layer_idx: index of the layer.
+            kwargs: the arguments of the layer's attention, where the backend finds this cache.
+        """
+        if self.attention is None:
+            key_states, value_states = super().update(key_states, value_states, layer_idx, kwargs)
+        else:
+            kwargs["cache"] = self
+        return key_states, value_states
+
     def layer_memory(self, layer: int) -> tuple[int, int, torch.Tensor, torch.Tensor]:
         """Where a layer's keys and values lie, both [pages, page_size, num_kv_heads, head_dim].
 

@@ -27,13 +27,13 @@ import torch
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
 
 import kvcore
+from kvcore.adapters.transformers_versions import CACHE_ARGUMENT, EmptyLayer
 
 
 class PagedPool:
@@ -56,7 +56,7 @@ class PagedPool:
         self._groups: list[int | None] = []  # of each layer
         windows: list[int | None] = []
         for index, layer in enumerate(stock):
-            if type(layer) is DummyLayer:
+            if type(layer) is EmptyLayer:
                 self._groups.append(None)
                 continue
             if type(layer) not in {DynamicLayer, DynamicSlidingWindowLayer}:
@@ -109,12 +109,10 @@ class PagedPool:
             raise
         return PagedCache(self, rows, input_ids.shape[1])
 
-    def layers(self, cache: PagedCache, length: int) -> list[PagedLayer | DummyLayer]:
+    def layers(self, cache: PagedCache, length: int) -> list[Any]:
         """Return the layers of a new cache that has `length` columns."""
         return [
-            DummyLayer()  # type: ignore[no-untyped-call]
-            if group is None
-            else PagedLayer(cache, index, self.windows[group], length)
+            EmptyLayer() if group is None else PagedLayer(cache, index, self.windows[group], length)
             for index, group in enumerate(self._groups)
         ]
 
@@ -246,7 +244,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # it regist
         length = self.length + key_states.shape[-2]
         if step is None or (step.start, step.start + step.num_columns) != (self.length, length):
             raise kvcore.InvalidArgumentError(
-                "past_key_values: wanted the model that the pool was made for, and input_ids, "
+                f"{CACHE_ARGUMENT}: wanted the model that the pool was made for, and input_ids, "
                 "so that the pool hears which tokens these are"
             )
         self.length = length
@@ -291,7 +289,7 @@ class PagedCache(Cache):
         self._repeats = 1  # how many rows of the batch each of ours stands for, until the next pass
         self._num_columns = num_columns  # of the prompts
         length = min(row.padding + row.seq.num_cached_tokens for row in rows)
-        super().__init__(layers=pool.layers(self, length))  # type: ignore[arg-type]  # a list
+        super().__init__(layers=pool.layers(self, length))
 
     @property
     def length(self) -> int:
@@ -524,8 +522,8 @@ class PagedCache(Cache):
 
 
 def _hear_tokens(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401, ARG001  # a hook's
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, PagedCache):
+    cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, PagedCache)), None)
+    if cache is not None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None:
             raise kvcore.InvalidArgumentError("input_ids: wanted token ids, got none")

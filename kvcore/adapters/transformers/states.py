@@ -37,13 +37,13 @@ from kvcore.adapters.recurrent import (
     RecurrentPass,
     Run,
     StateStep,
-    cache_argument,
     layer_bytes,
     num_pieces,
     probe_recurrence,
     state_views,
     undivide,
 )
+from kvcore.adapters.transformers_versions import CACHE_ARGUMENT, INSTALLED, cache_argument
 
 if TYPE_CHECKING:
     from kvcore.adapters.transformers.batching import KVCoreCache
@@ -61,7 +61,9 @@ _HEEDED = {
 }  # fmt: skip
 
 # What a pass says of its packed rows, and a module with a state is not to hear.
-_PACKED = frozenset(PagedAttentionArgs.__annotations__) - {"input_ids", "position_ids"}
+_PACKED = frozenset(PagedAttentionArgs.__annotations__) - {
+    "input_ids", "position_ids", CACHE_ARGUMENT,
+}  # fmt: skip
 
 
 def is_recurrent(model: Any) -> bool:  # noqa: ANN401  # a mixin without types
@@ -176,9 +178,12 @@ class RecurrentModel:
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         del module
-        states = getattr(kwargs.get("cache"), "states", None)
+        cache = kwargs.get("cache")
+        states = getattr(cache, "states", None)
         if states is not None:
-            kwargs = kwargs | {self._argument: states.of_batch()}
+            passing = states.of_batch()
+            passing.kv_cache = cache if INSTALLED.modules_store else None
+            kwargs = kwargs | {self._argument: passing}
         return args, kwargs
 
 

@@ -35,8 +35,7 @@ class Mixer(nn.Module):
         inputs = rows.transpose(1, 2)
         total = torch.zeros(len(rows), 1, dtype=rows.dtype)
         if past_key_values is not None:
-            total = past_key_values.get_recurrent_state(0)
-            before = past_key_values.get_conv_state(0)
+            total, before = self.read(past_key_values)
             if total is None:
                 total = torch.zeros(len(rows), 1, dtype=rows.dtype)
                 past_key_values.update_recurrent_state(total, 0)
@@ -53,6 +52,20 @@ class Mixer(nn.Module):
         total.copy_(far[:, -1])
         scaled = (near + 1000 * far) * (1 if scale is None else scale)
         return scaled, torch.zeros(2)
+
+    def read(self, cache):
+        return cache.get_recurrent_state(0), cache.get_conv_state(0)
+
+
+class MixerByLayer(Mixer):
+    """Reads its states by layer, as modules did before Transformers 5.21."""
+
+    def read(self, cache):
+        if not cache.has_previous_state(0, state_idx=0):
+            return None, None
+        layer = cache.layers[0]
+        assert not layer.record_past
+        return layer.recurrent_states[0], layer.conv_states[0]
 
 
 def fresh():
@@ -74,9 +87,14 @@ def texts(draw):
     return draw(st.lists(st.tuples(tokens, cuts), min_size=1, max_size=5))
 
 
-@given(cut=texts(), token_by_token=st.booleans(), in_place=st.booleans())
-def test_rows_of_packed_sequences_are_those_of_each_text_alone(cut, token_by_token, in_place):
-    mixer, tensors = Mixer(), fresh()
+@given(
+    cut=texts(),
+    token_by_token=st.booleans(),
+    in_place=st.booleans(),
+    kind=st.sampled_from([Mixer, MixerByLayer]),
+)
+def test_rows_of_packed_sequences_are_those_of_each_text_alone(cut, token_by_token, in_place, kind):
+    mixer, tensors = kind(), fresh()
     divide([mixer])
     done, block = [0] * len(cut), [0] * len(cut)
     drafts = [77, 5, 31]
@@ -112,6 +130,30 @@ def test_rows_of_packed_sequences_are_those_of_each_text_alone(cut, token_by_tok
         step_number += 1
 
 
+def test_a_layer_has_a_state_once_it_has_stored_one_of_this_number():
+    cache = HeldStates({}, None)
+    cache.update_conv_state(torch.zeros(1, 1, 2), 3, state_idx=1)
+    assert cache.has_previous_state()
+    assert cache.has_previous_state(3)
+    assert cache.has_previous_state(3, state_idx=1)
+    assert not cache.has_previous_state(3, state_idx=0)
+    assert not cache.has_previous_state(2)
+
+
+def test_keys_and_values_go_to_the_cache_of_a_batch_if_the_pass_has_one():
+    class Doubling:
+        def update(self, key_states, value_states, layer_idx, kwargs):
+            kwargs["layer"] = layer_idx
+            return key_states * 2, value_states * 2
+
+    passing, key, told = RecurrentPass.of_fresh([1]), torch.ones(1, 1, 1, 4), {}
+    assert passing.update(key, key, 5, kwargs=told) == (key, key)
+    passing.kv_cache = Doubling()
+    found, _ = passing.update(key, key, 5, kwargs=told)
+    assert torch.equal(found, key * 2)
+    assert told == {"layer": 5}
+
+
 @pytest.mark.parametrize("planted", ["drafts are stored", "the state is not read", "never stored"])
 def test_a_pass_that_keeps_other_states_is_noticed(monkeypatch, planted):
     batches = passes._batches
@@ -132,9 +174,9 @@ def test_a_pass_that_keeps_other_states_is_noticed(monkeypatch, planted):
     check = test_rows_of_packed_sequences_are_those_of_each_text_alone.hypothesis.inner_test
     cut = [([3, 1, 4, 1, 5, 9], [(2, 1)] * 12)]
     with pytest.raises(AssertionError):
-        check(cut, token_by_token=False, in_place=False)
+        check(cut, token_by_token=False, in_place=False, kind=Mixer)
     monkeypatch.undo()
-    check(cut, token_by_token=False, in_place=False)
+    check(cut, token_by_token=False, in_place=False, kind=Mixer)
 
 
 def test_a_pass_without_our_cache_runs_as_before():

