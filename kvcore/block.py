@@ -134,6 +134,8 @@ class Block(Node):
             and `prev_free` is the block that it stood before when it was taken out.
         node: the content it holds and can be hit by, or None.
         group: the layer group that it was published for.
+        last_end: the number of the last known end that needs its content; 0: none; -1: it is reused
+            first, because no known end needs it.
         prev_copy, next_copy: the published blocks of the same content before and after it.
     """
 
@@ -141,6 +143,7 @@ class Block(Node):
         "block_id",
         "group",
         "id_object",
+        "last_end",
         "next_copy",
         "next_free",
         "node",
@@ -160,6 +163,7 @@ class Block(Node):
         self.next_free: Block | None = None
         self.node: Node | None = None
         self.group = 0
+        self.last_end = 0
         self.prev_copy: Block | None = None
         self.next_copy: Block | None = None
 

@@ -264,6 +264,7 @@ class ContentTree:
             while block is not None:
                 after = block.next_copy
                 block.node = block.prev_copy = block.next_copy = None
+                block.last_end = 0
                 block = after
             self._set_aside(node)
         self._roots.clear()

@@ -53,6 +53,7 @@ from kvcore.tables.state_table import StateTable, new_states
 from kvcore.verbs import load as loading
 from kvcore.verbs import rewind, share, states
 from kvcore.verbs import step as stepping
+from kvcore.verbs.ends import Sight, first_ends
 from kvcore.verbs.peaks import blocks_still_taken
 from kvcore.verbs.write import write_rows
 
@@ -118,6 +119,7 @@ class KVCacheManager:
         self._attention = attention_groups(self.groups)
         self._shapes = tuple([BlockTable(group) for group in self._attention])  # always empty
         self._state = new_states(self.groups)  # always empty
+        self._has_ends = self.groups[1:] != () or self._shapes[0].forgets
         self._no_growth: tuple[tuple[BlockId, ...], ...] = ((),) * len(sizes)
         self._last_step: list[KVSequence] = []
         self._next_seq_id = 0
@@ -165,9 +167,10 @@ class KVCacheManager:
             namespace: it shares blocks with sequences of the same namespace; None: it shares none.
             items: multimodal items (images, embeddings), in order and without overlap.
             retain: the ranges of tokens to keep in the cache longer than others.
-            boundaries: positions at which recurrent states are to be published, such as the start
-                of a conversation's last turn, rounded down to block boundaries. The end of the
-                prompt and the end of its cached KV are always included.
+            boundaries: positions at which later prompts may continue otherwise, such as the start
+                of a conversation's last turn, rounded down to block boundaries: recurrent states
+                are published there, and blocks of windows before them are reused later than
+                others. The end of the prompt and the end of its cached KV are always included.
             recompute: the number of last tokens of the cached prefix that are not hits, as their KV
                 may be that of other tokens: a draft model of EAGLE's kind, or MTP, computes the KV
                 of a token from the next one or more, so a prefix can be hit only where these are
@@ -190,10 +193,13 @@ class KVCacheManager:
         again = 0 if is_zero else as_int("recompute", recompute, 0)
         if again and self._state is not None:  # where the next look-up of this prompt ends
             ends.append(max(0, len(packed) - len(packed) % self._state.block_size - again))
-        seq = self._new_sequence(packed, key, checked, ends)
+        seq = self._new_sequence(packed, key, checked, ends, again)
         seq.retention = check_retention(retain) if retain else ()
         looks_up = not (key is None or is_blind)
-        self._admit(seq, share.share_cached(self.pool, seq, again) if looks_up else [])
+        sight = Sight() if looks_up and self._has_ends else None
+        self._admit(seq, share.share_cached(self.pool, seq, again, sight) if looks_up else [])
+        if sight is not None:
+            self.pool.idle_blocks.supersede(sight.older, sight.num_ended)
         if looks_up:
             counts = self._resumed if is_resumed else self._queried
             counts.num_tokens += len(packed)
@@ -302,6 +308,7 @@ class KVCacheManager:
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
         """Return whether enough blocks are free for `reserve` with these arguments. O(groups).
 
+        No free blocks are needed to keep a recurrent state, as `num_missing_blocks` explains.
         Raises like `reserve`, except `OutOfBlocksError`.
         """
         total = self._room_wanted(seq, num_tokens)
@@ -465,7 +472,7 @@ class KVCacheManager:
             OutOfBlocksError: no block is free for a half-full one.
         """
         self._check_open(seq)
-        child = self._new_sequence(seq.packed[:], seq.namespace_key, seq.items, [])
+        child = self._new_sequence(seq.packed[:], seq.namespace_key, seq.items, [], 0)
         self.sequences[child.seq_id] = child
         try:
             orders = share.share_computed(self.pool, seq, child)
@@ -490,8 +497,9 @@ class KVCacheManager:
         its blocks are not reused. Use the lease in a `with`, or end it by `lease.end()`, by
         `leases.end(lease_id)` when a completion arrives, or by its deadline. A lease without a
         deadline pins its blocks: they stay in the cache, and can be hit, until it is ended.
-        Recurrent states are among them. Except for a lease of the kind "step", the sequence does
-        not write into them any more: call `reserve` before its next step.
+        Recurrent states are among them: a lease of the kind "step" includes the blocks that the
+        next step writes a state to; another one holds the states that are computed, and the
+        sequence does not write into those any more: call `reserve` before its next step.
 
         Args:
             seq: an open sequence.
@@ -506,7 +514,7 @@ class KVCacheManager:
         count = None if num_tokens is None else as_int("num_tokens", num_tokens, 0)
         steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
         self._check_open(seq)
-        held = rewind.blocks_tail_first(seq, count)
+        held = rewind.blocks_to_lease(seq, count, is_step=kind == "step")
         lease = self.leases.begin(held, kind, owner, steps)
         state = seq.state
         if state is not None and kind != "step" and state.write is state.read:
@@ -644,14 +652,7 @@ class KVCacheManager:
         known: object = seq  # callers are not all typed
         if type(known) is not KVSequence or self.sequences.get(known.seq_id) is not known:
             self._check_open(seq)
-        if seq.state is not None:
-            rewind.close_states(self.pool, seq)
-        else:
-            self.pool.give_back(rewind.leaving(seq, 0))
-        for table in seq.tables:
-            table.cut(0)
-        self.pool.num_computed_tokens -= seq.num_computed_tokens
-        seq.owner = None
+        rewind.close(self.pool, seq)
         self._last_step = []
         del self.sequences[seq.seq_id]
 
@@ -866,7 +867,12 @@ class KVCacheManager:
         chunk: SupportsIndex | None = None,
         num_external: SupportsIndex = 0,
     ) -> int:
-        """Return the number of free blocks that `reserve(seq, num_tokens)` would take. O(groups).
+        """Return the fewest free blocks with which `reserve(seq, num_tokens)` succeeds. O(groups).
+
+        It takes no others, but for recurrent states: where more blocks are free, it may take those
+        of one state in addition, and keep the state that the next step would otherwise replace.
+        `reserve_step` and `step` keep none where too few blocks are free for the whole step, so
+        the sum over its sequences is sufficient for them.
 
         With `chunk`: the most blocks taken at once until `num_tokens` more tokens are computed in
         steps of at most `chunk` tokens, where blocks that windows release are reused. O(groups) if
@@ -973,12 +979,15 @@ class KVCacheManager:
         key: bytes | None,
         items: tuple[MultimodalItem, ...],
         boundaries: list[int],
+        recompute: int,
     ) -> KVSequence:
         seq = KVSequence(self, self._next_seq_id, packed, key, self._attention, items)
         seq.opened_at = self.pool.step
         if self._state is not None:
             seq.state = StateTable(self._state.group, self._state.number)
             seq.state.begin(len(packed), 0, () if key is None else boundaries)
+        if self._has_ends and key is not None:
+            seq.ends = first_ends(self.pool, len(packed), boundaries, recompute)
         return seq
 
     def _check_open(self, seq: KVSequence) -> None:

@@ -29,6 +29,7 @@ from kvcore.eviction.retention import Retention
 from kvcore.identity.block_hash import BlockHash, HashAlgorithm, HashChain
 from kvcore.identity.multimodal import MultimodalItem
 from kvcore.tables.block_table import BlockTable
+from kvcore.tables.ends import Ends
 from kvcore.tables.groups import NEVER, LayerGroup
 from kvcore.tables.slots import check_width, int_view, put_ints, slots_of
 from kvcore.tables.state_table import StateTable
@@ -48,6 +49,8 @@ class KVSequence:
         tables: its block table for each layer group with attention. Read them, do not write them.
         state: its recurrent states; None without a group that keeps them. Read it.
         namespace_key: the encoded namespace; None: the sequence is not cached.
+        ends: the lengths at which later prompts are expected to hit its prefix; None: it is not
+            cached, or no layer group has a window, chunks or states.
         retention: the ranges of tokens to keep longer than others.
         opened_at: the step at which it was opened.
         chain: its block hashes; None until they are asked for.
@@ -64,6 +67,7 @@ class KVSequence:
 
     __slots__ = (
         "chain",
+        "ends",
         "fast_decode_limit",
         "items",
         "namespace_key",
@@ -104,6 +108,7 @@ class KVSequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_unknown_tokens = 0
+        self.ends: Ends | None = None
         self.retention: tuple[Retention, ...] = ()
         self.opened_at = 0
         self.chain: HashChain | None = None
@@ -267,7 +272,7 @@ class KVSequence:
     def forget_identity(self) -> None:
         """Stop publishing its blocks, and forget those that were published. O(groups)."""
         self.namespace_key = None
-        self.chain = None
+        self.chain = self.ends = None
         self.num_reserved_tokens = self.next_boundary = self.fast_decode_limit = 0
         for table in self.tables:
             table.num_published = 0

@@ -34,11 +34,11 @@ def partition(manager: KVCacheManager) -> None:
     num_queued = sum(queued.values())
     if num_queued != pool.num_free_blocks:
         _fail("P1", f"{num_queued} blocks in the queue, its counter says {pool.num_free_blocks}")
-    queue = pool.idle_blocks.queue
-    idle = sum(1 for _ in queue)
-    length = queue.__len__()  # `len` refuses one below zero
-    if idle != length:
-        _fail("P1", f"{idle} idle blocks in the queue, its length says {length}")
+    for queue in (pool.idle_blocks.spare, pool.idle_blocks.queue):
+        idle = sum(1 for _ in queue)
+        length = queue.__len__()  # `len` refuses one below zero
+        if idle != length:
+            _fail("P1", f"{idle} idle blocks in the queue, its length says {length}")
     for block_id, block in enumerate(pool.blocks):
         if block.block_id != block_id:
             _fail("P1", f"block {block_id} believes to be {block.block_id}")
@@ -421,6 +421,24 @@ def _check_state(seq: KVSequence, state: StateTable, pieces: list[Block], length
         _fail("P31", f"{seq!r}: the state after {length} tokens is published for others")
 
 
+def first_to_go(manager: KVCacheManager) -> None:
+    """P42: blocks that no known end needs are reused before others, but for retained ones.
+
+    Blocks without content have no end.
+    """
+    idle = manager.pool.idle_blocks
+    spare = {id(block) for block in idle.spare}
+    for block in manager.pool.blocks:
+        goes_first = block.last_end < 0 and block.ref_count == 0
+        goes_first = goes_first and block.block_id not in idle.kept
+        if (id(block) in spare) is not goes_first:
+            _fail("P42", f"{block!r}, last needed by end {block.last_end}, waits in another place")
+        if block.node is None and block.last_end:
+            _fail("P42", f"{block!r} is empty, and end {block.last_end} is said to need it")
+        if block.last_end > idle.num_ends:
+            _fail("P42", f"{block!r} is needed by end {block.last_end} of {idle.num_ends}")
+
+
 PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P1": partition,
     "P2": ref_counts,
@@ -442,6 +460,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P30": arriving,
     "P32": whole_states,
     "P33": states,
+    "P42": first_to_go,
 }
 """The properties that one state can show, by number."""
 

@@ -28,6 +28,8 @@ class BlockTable:
         blocks: its blocks in order, the null block for released ones.
         num_null: the number of leading null entries.
         num_published: the number of leading published entries, null ones included.
+        trailing: the blocks that left the window last, which the own end of the sequence still
+            needs. The table does not hold them, and they may hold other content by now.
         num_changes: how often entries were appended, removed or replaced by others than null.
     """
 
@@ -41,6 +43,7 @@ class BlockTable:
         "num_changes",
         "num_null",
         "num_published",
+        "trailing",
         "window",
     )
 
@@ -54,6 +57,7 @@ class BlockTable:
         self._ids: array[int] | None = None
         self.num_null = 0
         self.num_published = 0
+        self.trailing: tuple[Block, ...] = ()
         self.num_changes = 0
 
     def num_missing(self, num_tokens: int) -> int:
@@ -134,6 +138,7 @@ class BlockTable:
         self._ids = None
         self.num_null = num_null
         self.num_published = num_published
+        self.trailing = ()
         self.num_changes += 1
 
     def beyond(self, keep: int) -> list[Block]:
@@ -151,7 +156,9 @@ class BlockTable:
             except BufferError:
                 self._ids = None
         self.num_null = min(self.num_null, keep)
-        self.num_published = min(self.num_published, keep)
+        if keep < self.num_published:
+            self.num_published = keep
+            self.trailing = ()
 
     def before(self, place: int) -> list[Block]:
         """Return the blocks before entry `place`, in order: those that `forget` removes."""

@@ -41,6 +41,8 @@ class StateTable:
         kept: a state at a boundary after the prompt, which is published when the sequence ends; it
             may be `read` too. Empty if there is none.
         kept_at: the number of its tokens.
+        trailing_at: the number of tokens of a published state that the sequence does not hold any
+            more, and after which it would be hit if it ended now; 0: there is none.
         wanted: the positions, in order, at which a state is published for other sequences.
         prompt: the number of tokens when the sequence was opened.
     """
@@ -54,6 +56,7 @@ class StateTable:
         "number",
         "prompt",
         "read",
+        "trailing_at",
         "wanted",
         "write",
     )
@@ -66,7 +69,7 @@ class StateTable:
         self.read: list[Block] = []
         self.write: list[Block] = []
         self.kept: list[Block] = []
-        self.kept_at = 0
+        self.kept_at = self.trailing_at = 0
         self.wanted: list[int] = []
         self.prompt = 0
 
@@ -153,7 +156,7 @@ class StateTable:
     def forget(self) -> None:
         """Have no state, after the blocks were released. Cannot fail."""
         self.read = self.write = self.kept = []
-        self.kept_at = 0
+        self.kept_at = self.trailing_at = 0
 
 
 def new_states(groups: Sequence[LayerGroup]) -> StateTable | None:

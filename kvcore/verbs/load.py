@@ -13,6 +13,8 @@ computed ones: other sequences can hit them, and blocks outside the windows are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvcore.block import Block
 from kvcore.errors import InvalidArgumentError
 from kvcore.identity.block_hash import block_contents
@@ -20,6 +22,7 @@ from kvcore.identity.multimodal import cut_items
 from kvcore.lease import Lease, LeaseBook, Load
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
+from kvcore.tables.ends import sort_out
 from kvcore.tables.groups import serves
 from kvcore.verbs.rewind import tail_first
 from kvcore.verbs.states import publish_state, resume, states_until
@@ -97,6 +100,8 @@ def join(pool: BlockPool, book: LeaseBook, lease: Lease, longest: int | None) ->
     kept = [table.first_kept(load.num_tokens) for table in seq.tables]
     entries = [_entries(pool, load, number, first) for number, first in enumerate(kept)]
     released = states_until(seq, None) + _released(lease, load)
+    only_branches = pool.idle_blocks.only_branches
+    needed, spare = _sorted_out(seq, load.num_tokens, kept, only_branches=only_branches)
     last_event = pool.last_event
     published: list[Block] = []
     try:
@@ -113,6 +118,8 @@ def join(pool: BlockPool, book: LeaseBook, lease: Lease, longest: int | None) ->
         raise
     pool.num_computed_tokens += load.num_tokens - seq.num_computed_tokens
     _set(load, entries, kept)
+    if seq.ends is not None:
+        pool.idle_blocks.sort_out(needed, spare, seq.ends.num_known)
     book.forget((lease,))
     seq.find_limits(longest)
     return True
@@ -161,6 +168,23 @@ def _released(lease: Lease, load: Load) -> list[Block]:
         beyond.append((max(own, table.num_null), table.block_size, table.beyond(own)))
         passed += table.before(min(own, table.first_kept(load.num_tokens)))
     return [block for block in lease.blocks if block in left] + tail_first(beyond) + passed
+
+
+def _sorted_out(
+    seq: KVSequence, num_tokens: int, kept: Sequence[int], *, only_branches: bool
+) -> tuple[list[Block], list[Block]]:
+    """Return the blocks outside the windows that a known end needs, and the others. O(those)."""
+    needed: list[Block] = []
+    spare: list[Block] = []
+    for number, table in enumerate(seq.tables):
+        if seq.ends is not None and table.forgets:
+            last = min(kept[number], table.num_published)
+            more_needed, more_spare, _ = sort_out(
+                table, seq.ends, num_tokens, last, only_branches=only_branches
+            )
+            needed += more_needed
+            spare += more_spare
+    return needed, spare
 
 
 def _publish(

@@ -28,21 +28,24 @@ from kvcore.identity.multimodal import (
 from kvcore.identity.tokens import BYTES_PER_TOKEN
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
+from kvcore.tables.ends import sort_out, trailing_blocks
 from kvcore.tables.groups import first_kept_block
 from kvcore.verbs.states import (
     find_resume,
     is_held,
     publish_kept,
     resume,
+    state_after,
     states_until,
     without,
 )
 
 
-def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Block]:
-    """Return the blocks of a sequence in the order of release. O(num_blocks).
+def blocks_to_lease(seq: KVSequence, num_tokens: int | None, *, is_step: bool) -> list[Block]:
+    """Return the blocks of a sequence for a lease, in the order of release. O(num_blocks).
 
-    Every one that it holds, or only those of its first `num_tokens` tokens. States come first.
+    Every one that it holds, or only those of its first `num_tokens` tokens. States come first;
+    those that are not written yet are for a step alone.
     """
     runs: list[tuple[int, int, list[Block]]] = []
     for table in seq.tables:
@@ -50,7 +53,10 @@ def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Bl
         if num_tokens is not None:
             stop = min(stop, -(-num_tokens // table.block_size))
         runs.append((table.num_null, table.block_size, table.blocks[table.num_null : stop]))
-    return states_until(seq, num_tokens) + tail_first(runs)
+    states = states_until(seq, num_tokens)
+    if seq.state is not None and not is_step and seq.state.write is not seq.state.read:
+        states = [block for block in states if block not in seq.state.write]
+    return states + tail_first(runs)
 
 
 def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
@@ -103,17 +109,66 @@ def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     seq.cut_hashes(num_known)
 
 
-def close_states(pool: BlockPool, seq: KVSequence) -> None:
-    """Publish the state that a sequence has kept, and release all its blocks; or nothing."""
+def close_states(pool: BlockPool, seq: KVSequence) -> list[Block]:
+    """Publish the state that a sequence has kept, and release all its blocks; or nothing.
+
+    Returns:
+        The blocks of the last state of the sequence, if it can be found.
+    """
     last_event = pool.last_event
     published = publish_kept(pool, seq)
     try:
+        last = state_after(pool, seq, seq.num_settled_tokens)
         pool.give_back(states_until(seq, None) + leaving(seq, 0))
     except BaseException:
         pool.unpublish(published, last_event)
         raise
     if seq.state is not None:
         seq.state.forget()
+    return last
+
+
+def close(pool: BlockPool, seq: KVSequence) -> None:
+    """Release all blocks of a sequence, which ends; or nothing. O(num_blocks)."""
+    if seq.ends is not None:
+        close_with_ends(pool, seq)
+    elif seq.state is not None:
+        close_states(pool, seq)
+    else:
+        pool.give_back(leaving(seq, 0))
+    for table in seq.tables:
+        table.cut(0)
+    pool.num_computed_tokens -= seq.num_computed_tokens
+    seq.owner = None
+
+
+def close_with_ends(pool: BlockPool, seq: KVSequence) -> None:
+    """Release all blocks of a sequence, whose end becomes known if it has computed anything.
+
+    All or nothing. O(num_blocks), and O(tokens) with states.
+    """
+    needed: list[Block] = []
+    spare: list[Block] = []
+    ends, idle = seq.ends, pool.idle_blocks
+    for table in seq.tables:
+        if table.forgets and ends is not None:
+            more_needed, more_spare, own = sort_out(
+                table,
+                ends,
+                seq.num_settled_tokens,
+                table.num_null,
+                only_branches=idle.only_branches,
+            )
+            known = trailing_blocks(table)
+            needed += more_needed + [block for block in own if block in known]
+            needed += table.blocks[table.num_null : table.num_published]
+            spare += more_spare
+    if seq.state is None:
+        pool.give_back(leaving(seq, 0))
+    else:
+        needed += close_states(pool, seq)
+    if ends is not None and seq.num_computed_tokens > seq.num_cached_tokens:
+        idle.sort_out(needed, spare, ends.num_known)
 
 
 def _go_back(
@@ -427,6 +482,7 @@ def _take_from_all(
         cut_tables(seq, computed)
         for table in seq.tables:
             table.num_published = min(table.num_published, computed // table.block_size)
+            table.trailing = ()
         pool.num_computed_tokens -= seq.num_computed_tokens - computed
         seq.num_computed_tokens = computed
         seq.num_cached_tokens = min(seq.num_cached_tokens, computed)

@@ -24,6 +24,7 @@ from kvcore.reports import CopyOrder, Plan
 from kvcore.sequence import KVSequence, check_length
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.state_table import StateTable
+from kvcore.verbs.ends import Sight, learn_ends
 from kvcore.verbs.peaks import blocks_to_take, num_state_blocks
 from kvcore.verbs.states import find_resume, states_until
 
@@ -67,10 +68,13 @@ def describe(
     return packed, key, check_items(as_items(items), 0, len(packed))
 
 
-def share_cached(pool: BlockPool, seq: KVSequence, recompute: int) -> list[Block]:
+def share_cached(
+    pool: BlockPool, seq: KVSequence, recompute: int, sight: Sight | None
+) -> list[Block]:
     """Fill the tables of a new, cached sequence with its longest cached prefix. O(its blocks).
 
-    The last `recompute` tokens of what is cached are not hits.
+    The last `recompute` tokens of what is cached are not hits. `sight` gets what is seen on the
+    way; None: there are no windows and no states.
 
     Returns:
         The blocks of the tables; the sequence does not hold them yet.
@@ -88,11 +92,14 @@ def share_cached(pool: BlockPool, seq: KVSequence, recompute: int) -> list[Block
             seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size
         return hits
     hits = []
+    sight = Sight() if sight is None else sight
     cached, found, junction = find_prefix(
-        pool, seq.tables, seq.state, key, seq.packed, seq.items, recompute
+        pool, seq.tables, seq.state, key, seq.packed, seq.items, recompute, sight
     )
+    learn_ends(pool, seq, sight, cached)
     if seq.state is not None:
-        seq.state.begin(len(seq.packed), cached, [*seq.state.wanted, junction])
+        ends = [*seq.state.wanted, junction, *sight.branches]
+        seq.state.begin(len(seq.packed), cached, ends)
         seq.state.read = found[-1]
         hits += found[-1]
     if cached:
@@ -112,6 +119,7 @@ def find_prefix(
     packed: array[int],
     items: Sequence[MultimodalItem],
     recompute: int,
+    sight: Sight,
 ) -> tuple[int, list[list[Block]], int]:
     """Return the longest prefix that every group can serve, and the blocks that serve it.
 
@@ -127,6 +135,7 @@ def find_prefix(
         items: content that is not tokens.
         recompute: the number of tokens after the prefix that each group with attention must have
             cached as well.
+        sight: gets what is seen on the way.
 
     Returns:
         Its length in tokens; for each group the blocks it needs, those that are visible from its
@@ -138,7 +147,7 @@ def find_prefix(
         return len(blocks) * size, [blocks], len(blocks) * size
     content = packed.tobytes()
     longest = _longest_look_up(packed, recompute)
-    paths: list[list[Block | None]] = []
+    paths = sight.paths
     for number, table in enumerate(tables):
         size = table.block_size
         encoded = _items_by_block(items, size, longest)
@@ -149,7 +158,7 @@ def find_prefix(
             path = cast("list[Block | None]", whole)
         if not path:
             return 0, [[] for _ in pool.trees], 0
-        paths.append(path)
+        sight.add(path, longest, size)
         longest = min(longest, len(path) * size)  # no group has to look beyond
     longest = junction = longest_servable(tables, paths, longest, pool.common_size)
     if recompute:
@@ -163,6 +172,7 @@ def find_prefix(
         longest = min(longest, len(path) * size)
         together = [*tables, state.lookup]
         longest = longest_servable(together, [*paths, path], longest, pool.common_size)
+        paths.append(path)
     needed: list[list[Block]] = []
     for index, table in enumerate(tables):
         seen = paths[index][table.first_kept(longest) : longest // table.block_size]
@@ -230,7 +240,7 @@ def planned(
     cached = 0
     hits: list[list[Block]] = []
     if key is not None and not is_blind:
-        cached, hits, _ = find_prefix(pool, tables, state, key, packed, items, recompute)
+        cached, hits, _ = find_prefix(pool, tables, state, key, packed, items, recompute, Sight())
     num_new = blocks_to_take(tables, hits[: len(tables)], cached, len(packed), chunk, external)
     if state is not None:
         is_revived = any(block.ref_count == 0 for block in hits[-1]) if hits else False
@@ -318,6 +328,7 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
     held: list[Block] = state[:]
     child.num_computed_tokens = computed
     child.retention, child.opened_at = parent.retention, parent.opened_at
+    child.ends = parent.ends
     orders: list[CopyOrder] = []
     for number, (table, own_table) in enumerate(zip(parent.tables, child.tables, strict=True)):
         full, rest = divmod(computed, table.block_size)
@@ -339,6 +350,8 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
         raise
     for block, order in zip(own, found, strict=True):
         pool.assign((block,), order.group)
+    for table in parent.tables:
+        table.trailing = ()  # the end of the child may need these longer than the parent's
     mine, its = parent.state, child.state
     if mine is not None and its is not None:
         its.prompt, its.wanted, its.read = mine.prompt, mine.wanted, state

@@ -32,21 +32,48 @@ class StateMove:
         new: those blocks, once they are taken.
         published: the blocks of the states to publish.
         released: the states that the sequence does not hold afterwards.
+        needed: of these the blocks that a known end needs, if they can be found.
+        spare: those that no known end needs.
     """
 
     __slots__ = (
-        "_due", "_kept", "_kept_at", "_read", "_seq", "_table", "_write", "is_optional", "new",
-        "num_new", "published", "released",
+        "_due",
+        "_kept",
+        "_kept_at",
+        "_left",
+        "_only_branches",
+        "_own_end",
+        "_read",
+        "_seq",
+        "_table",
+        "_trailing_at",
+        "_write",
+        "is_optional",
+        "needed",
+        "new",
+        "num_new",
+        "published",
+        "released",
+        "spare",
     )  # fmt: skip
 
     def __init__(
-        self, seq: KVSequence, table: StateTable, known: int, done: int, total: int
+        self,
+        seq: KVSequence,
+        table: StateTable,
+        known: int,
+        done: int,
+        total: int,
+        *,
+        only_branches: bool,
     ) -> None:
         """Plan a step after which `known` tokens are known and `done` are computed.
 
-        There is to be room for `total` tokens then. Changes nothing. O(log boundaries).
+        There is to be room for `total` tokens then. `only_branches`: expected ends do not count.
+        Changes nothing. O(log boundaries).
         """
         self._seq = seq
+        self._only_branches = only_branches
         self._table = table
         self._read, self._write = table.read, table.write
         self._kept, self._kept_at = table.kept, table.kept_at
@@ -62,11 +89,18 @@ class StateMove:
             self._advance(known, done)
         if total > done and not self._write:
             self._reserve()
+        self._own_end = min(known, done) // table.block_size * table.block_size
+        self._trailing_at = table.trailing_at
+        self._left = 0
+        if 0 < table.trailing_at < self._own_end:
+            self._left, self._trailing_at = table.trailing_at, 0
         self.released: list[list[Block]] = []
+        self.needed: list[Block] = []
+        self.spare: list[Block] = []
         if table.read is not self._read:
-            self._release(table.read)
+            self._release(table.read, seq.num_computed_tokens)
         if table.kept is not table.read and table.kept is not self._kept:
-            self._release(table.kept)
+            self._release(table.kept, table.kept_at)
 
     def _advance(self, known: int, done: int) -> None:
         """Read what the step has written, and find where the next one may write."""
@@ -101,11 +135,23 @@ class StateMove:
             self.is_optional = True
         self.num_new = self._table.group.num_blocks
 
-    def _release(self, pieces: list[Block]) -> None:
+    def _release(self, pieces: list[Block], num_tokens: int) -> None:
         """Release a state that the sequence had, unless it has another role from now on."""
         is_needed = pieces is self._read or pieces is self._write or pieces is self._kept
         if pieces and not is_needed:
             self.released.append(pieces)
+            if num_tokens == self._own_end:
+                self._trailing_at = num_tokens
+            else:
+                self._sort_out(pieces, num_tokens)
+
+    def _sort_out(self, pieces: list[Block], num_tokens: int) -> None:
+        """Find out whether a known end needs a state that is released. O(ends)."""
+        ends = self._seq.ends
+        if ends is not None and num_tokens in ends.lengths(only_branches=self._only_branches):
+            self.needed += pieces
+        elif ends is not None:
+            self.spare += pieces
 
     def do_without(self) -> None:
         """Keep no state, where blocks for the next one are optional and not there."""
@@ -121,6 +167,8 @@ class StateMove:
         """
         for pieces, num_tokens in self._due:
             publish_state(pool, self._seq, self._table, pieces, num_tokens, taken)
+        if self._left:
+            self._sort_out(state_after(pool, self._seq, self._left), self._left)
 
     def apply(self, pool: BlockPool) -> None:
         """Set the fields of the table. Cannot fail."""
@@ -130,6 +178,7 @@ class StateMove:
             pool.assign(self.new, table.number)
         table.read, table.write = self._read, self._write
         table.kept, table.kept_at = self._kept, self._kept_at
+        table.trailing_at = self._trailing_at
 
 
 def publish_state(
@@ -168,6 +217,21 @@ def publish_kept(pool: BlockPool, seq: KVSequence) -> list[Block]:
         return []
     publish_state(pool, seq, table, table.kept, table.kept_at)
     return table.kept
+
+
+def state_after(pool: BlockPool, seq: KVSequence, num_tokens: int) -> list[Block]:
+    """Return the blocks of the state after some settled tokens, none if it is not found. O(tokens).
+
+    They are those of another sequence, if that has published the state before.
+    """
+    table = seq.state
+    if table is None or seq.namespace_key is None:
+        return []
+    size = table.block_size
+    contents = block_contents(seq.packed, seq.items, 0, num_tokens // size, size)
+    node = pool.trees[table.number].find(seq.namespace_key, contents)
+    first = None if node is None else node.last_copy
+    return [] if first is None else find_pieces(first, table.group.num_blocks)
 
 
 def drop_kept(pool: BlockPool, seq: KVSequence) -> int:

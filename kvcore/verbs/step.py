@@ -24,6 +24,7 @@ from kvcore.pool import BlockPool
 from kvcore.reports import Growth
 from kvcore.sequence import KVSequence, check_computed, check_length
 from kvcore.tables.block_table import BlockTable
+from kvcore.tables.ends import AT_ONCE, Ends, sort_out
 from kvcore.tables.groups import serves
 from kvcore.verbs.states import StateMove
 
@@ -367,6 +368,8 @@ class _Change:
         "_last_event",
         "_published",
         "_settled",
+        "_sorted",
+        "_trailing",
         "dones",
         "lengths",
         "new",
@@ -391,6 +394,8 @@ class _Change:
         self._growths: list[Growth] = []
         self._published: list[Block] = []
         self._settled: list[tuple[BlockTable, int]] = []
+        self._sorted: list[tuple[list[Block], list[Block], int]] = []
+        self._trailing: list[tuple[BlockTable, tuple[Block, ...]]] = []
         self._last_event = pool.last_event
 
     def plan(self, moves: Moves, longest: int | None) -> int:
@@ -433,7 +438,10 @@ class _Change:
         """Plan what happens to the states of a sequence, if it has any. Changes nothing."""
         seq = self.seqs[index]
         if seq.state is not None:
-            self.states.append(StateMove(seq, seq.state, known, done, self.totals[index]))
+            total = self.totals[index]
+            only_branches = self.pool.idle_blocks.only_branches_of_states
+            move = StateMove(seq, seq.state, known, done, total, only_branches=only_branches)
+            self.states.append(move)
 
     def take(self, num_new: int) -> None:
         """Find `num_new` blocks for tables, and those for states. Changes nothing. O(blocks).
@@ -513,12 +521,36 @@ class _Change:
                     self._settled.append((table, full))
                     _publish(self.pool, seq, key, group, blocks, contents)
                 if table.forgets:
-                    kept = table.first_kept(settled)
-                    if kept > table.num_null:
-                        self.passed.append((table, kept))
-        for move in self.states:
+                    self._pass(table, seq.ends, settled)
+        if self.states:
+            self._publish_states()
+
+    def _publish_states(self) -> None:
+        """Publish the states that are due, and sort those that are left. `undo` undoes it."""
+        published = self._published
+        for index, move in enumerate(self.states):
             published += move.published
             move.publish(self.pool, self.new)
+            ends = self.seqs[index].ends
+            if ends is not None and (move.needed or move.spare):
+                self._sorted.append((move.needed, move.spare, ends.num_known))
+
+    def _pass(self, table: BlockTable, ends: Ends | None, settled: int) -> None:
+        """Find the blocks that leave a window, and what needs them. Changes nothing. O(those)."""
+        kept = table.first_kept(settled)
+        if kept <= table.num_null:
+            return
+        self.passed.append((table, kept))
+        if ends is None:
+            return
+        trailing = table.trailing + tuple(table.before(kept))
+        if len(trailing) >= AT_ONCE:
+            only_branches = self.pool.idle_blocks.only_branches
+            needed, spare, trailing = sort_out(
+                table, ends, settled, kept, only_branches=only_branches
+            )
+            self._sorted.append((needed, spare, ends.num_known))
+        self._trailing.append((table, trailing))
 
     def released(self) -> list[Block]:
         """Return the blocks that tables release, in order. O(blocks)."""
@@ -550,8 +582,12 @@ class _Change:
             table.num_published = full
         for table, kept in self.passed:
             table.forget(self.pool.null, kept)
+        for table, trailing in self._trailing:
+            table.trailing = trailing
         for move in self.states:
             move.apply(self.pool)
+        for needed, spare, num_known in self._sorted:
+            self.pool.idle_blocks.sort_out(needed, spare, num_known)
 
     def complete(self, moves: Moves, longest: int | None) -> None:
         """Set everything of the sequences, after the pool has changed. Cannot fail."""

@@ -25,6 +25,7 @@ COMMANDS = {
     "capacity": "how many requests of hybrid models fit into a memory (--peer vllm); counted",
     "server": "`vllm bench serve` against the server; takes the flags of model.serve",
     "start": "how long imports, a first token and a server's start take",
+    "turns": "prefix cache hits of chats, by how full the pool is; counted, not timed",
     "wire": "what publishing KV events and asking an index costs",
 }
 
@@ -107,6 +108,8 @@ if __name__ == "__main__":
         from tests.bench import server as command
     elif name == "start":
         from tests.bench import start as command
+    elif name == "turns":
+        from tests.bench import turns as command
     elif name == "wire":
         from tests.bench import wire as command
     else:

@@ -25,6 +25,10 @@ LINKS = {
         f"IdleBlocks.{name}"
         for name in ("_put_back", "set_terms", "_drop_deadlines", "cut_front", "clear")
     ),
+    *(f"IdleBlocks.{name}" for name in ("need", "put_first", "sort_out", "supersede")),
+    "IdleBlocks._set_end",
+    *(f"IdleBlocks.{name}" for name in ("_queue_of", "_forget_terms")),
+    "_none_goes_first",
     "Deadlines.drop",
     "Deadlines.clear",
     *(f"LeaseBook.{name}" for name in ("_drop", "_count", "_uncount")),

@@ -7,6 +7,8 @@ thing and compare everything that can be seen.
 
 import functools
 import itertools
+import math
+from contextlib import contextmanager
 
 
 class NaiveQueue:
@@ -38,13 +40,53 @@ class NaivePool:
         self.durations = {"lifetime": [], "idle_before_eviction": [], "reuse_gap": []}
         self.retention = {}  # block_id: {(priority, deadline)}
         self.shelves = {}  # priority: free blocks
+        self.spare = []  # free blocks that no known end needs
+        self.last_end = {}  # block_id: the number of the last end that needs it; -1: none does
+        self.num_ends = 0
+        self.num_continued = 4  # of 8: look-ups that went on where a sequence had ended
         self.now = 0
         self.serves = lambda content: True  # whether any hit can use it
         self.found, self.then = [], None  # what was found last, and how all stood then
 
     def order(self):
         """The free blocks, the one reused next first."""
-        return self.free + [b for _, shelf in sorted(self.shelves.items()) for b in shelf]
+        empty = [block_id for block_id in self.free if self.content_of(block_id) is None]
+        shelved = [b for _, shelf in sorted(self.shelves.items()) for b in shelf]
+        return empty + self.spare + self.queue() + shelved
+
+    def shelf(self, block_id):
+        """Where a block waits, once it is free and has content."""
+        priority = self.priority(block_id)
+        if priority:
+            return self.shelves.setdefault(priority, [])
+        return self.spare if self.last_end.get(block_id, 0) < 0 else self.free
+
+    def set_end(self, block_id, number):
+        """A block that this concerns while it is free moves to the end of where it belongs now."""
+        before = self.shelf(block_id)
+        self.last_end[block_id] = number
+        if self.refs[block_id] == 0 and self.shelf(block_id) is not before:
+            before.remove(block_id)
+            self.shelf(block_id).append(block_id)
+
+    def need(self, block_ids):
+        """One more end is known, and needs these."""
+        if block_ids:
+            self.num_ends += 1
+            self.found = []
+        for block_id in block_ids:
+            if self.content_of(block_id) is not None:
+                self.set_end(block_id, self.num_ends)
+
+    def put_first(self, block_ids, num_known):
+        """No known end needs these, but ends that are newer than so many may."""
+        if block_ids:
+            self.num_ends = max(1, self.num_ends)
+            self.found = []
+        for block_id in block_ids:
+            is_needed = self.last_end.get(block_id, 0) > num_known
+            if self.content_of(block_id) is not None and not is_needed:
+                self.set_end(block_id, -1)
 
     def priority(self, block_id):
         return max((p for p, end in self.retention.get(block_id, ()) if end > self.now), default=0)
@@ -66,17 +108,17 @@ class NaivePool:
 
     def put_back(self, block_id):
         self.found = []
-        priority = self.priority(block_id)
-        (self.shelves.setdefault(priority, []) if priority else self.free).append(block_id)
+        self.shelf(block_id).append(block_id)
 
     def take_out(self, block_id):
-        for shelf in [self.free, *self.shelves.values()]:
+        for shelf in [self.free, self.spare, *self.shelves.values()]:
             if block_id in shelf:
                 shelf.remove(block_id)
 
     def lose_content(self, block_id):
         self.published = [entry for entry in self.published if entry[1] != block_id]
         self.retention.pop(block_id, None)
+        self.last_end.pop(block_id, None)
 
     def tick(self, num_steps):
         before = {block_id: self.priority(block_id) for block_id in self.order()}
@@ -122,12 +164,12 @@ class NaivePool:
         self.peak = max(self.peak, sum(1 for refs in self.refs.values() if refs))
 
     def queue(self):
-        """The free blocks with content that nobody wants kept, in the order of their reuse."""
+        """The free blocks with content in the order of their use alone, the oldest first."""
         return [block_id for block_id in self.free if self.content_of(block_id) is not None]
 
     def stand_as_before(self):
         """What was found last goes back: all stands as it did then."""
-        queue, shelves = self.then
+        queue, self.spare, shelves = self.then
         stayed = [block_id for block_id in queue if block_id not in self.found]
         assert stayed == self.queue(), "something has moved, and what was found is still known"
         self.free = [b for b in self.free if self.content_of(b) is None] + queue
@@ -138,7 +180,8 @@ class NaivePool:
         idle = [block_id for block_id in block_ids if self.refs[block_id] == 0]
         if idle:
             self.found = idle
-            self.then = self.queue(), {p: list(shelf) for p, shelf in self.shelves.items()}
+            shelves = {p: list(shelf) for p, shelf in self.shelves.items()}
+            self.then = self.queue(), list(self.spare), shelves
         for block_id in block_ids:
             if self.refs[block_id] == 0:
                 self.durations["reuse_gap"].append(self.now - self.freed_at[block_id])
@@ -185,6 +228,8 @@ class NaiveTable:
     def __init__(self):
         self.entries = []
         self.published = 0
+        self.gone = []  # (place, block_id) given back, and its own end may need it still
+        self.has_passed = False  # whether the call has given back any
 
     def held(self):
         return [block_id for block_id in self.entries if block_id]
@@ -200,6 +245,8 @@ class NaiveSequence:
         self.tables = [NaiveTable() for _ in range(num_groups)]
         self.computed = 0
         self.cached = 0
+        self.ends, self.expected = set(), set()  # where prompts may hit its prefix once more
+        self.recompute = self.num_known = self.num_ended = 0
 
     def all_tokens(self):
         return self.tokens + self.future
@@ -258,6 +305,9 @@ class NaiveManager:
         self.pool = NaivePool(num_blocks)
         self.pool.serves = self.serves
         self.groups = groups
+        self.unit = math.lcm(*[size for _, _, size in groups])
+        self.forgets = [kind != "full" for kind, _, _ in groups]
+        self.waiting = None  # sequences of one call, whose blocks are sorted out after it
         self.caching = caching
         self.num_queried = self.num_hit = self.num_resumed = self.num_resumed_hit = 0
         self.leases = {}  # id: (blocks in the order of release, deadline)
@@ -310,6 +360,119 @@ class NaiveManager:
                 return length, found
         return nothing
 
+    def goes_on(self, number, namespace, prefix):
+        """The next contents behind a prefix, each once."""
+        size = self.groups[number][2]
+        return {
+            other[len(prefix) : len(prefix) + size]
+            for (group, whose, other), _ in self.pool.published
+            if (group, whose, other[: len(prefix)]) == (number, namespace, tuple(prefix))
+            and len(other) > len(prefix)
+        }
+
+    def branches(self, tokens, namespace, last, cached):
+        """Where the cached content goes on otherwise: at the end of it, or where a hit sees it."""
+        found, num_ended = set(), 0
+        for number, (kind, _, size) in enumerate(self.groups):
+            depth, asked = 0, last // size
+            while depth < asked:
+                prefix = tokens[: (depth + 1) * size]
+                is_there = self.pool.oldest_copy(self.content(number, namespace, prefix))
+                is_passed = kind != "full" and self.goes_on(number, namespace, prefix)
+                if not is_there and not is_passed:
+                    break
+                depth += 1
+            if not depth:
+                break
+            goes_on = self.goes_on(number, namespace, tokens[: depth * size])
+            if number == ([*self.forgets, False].index(False) % len(self.groups)):
+                num_ended = -1 if goes_on else 1
+            if depth < asked and goes_on:
+                found.add(depth * size)
+            last = min(last, depth * size)
+        for number, group in enumerate(self.groups if cached else ()):
+            places = self.keeps(group, cached) if self.forgets[number] else ()
+            for end in [cached, *[(place + 1) * group[2] for place in places]]:
+                others = len(self.goes_on(number, namespace, tokens[:end]))
+                if others > (end < cached):
+                    found.add(end)
+        return found, num_ended
+
+    def learn_ends(self, seq, recompute, skips):
+        """Where its prefix is expected to be hit; ends before its own hit are so no longer."""
+        if not any(self.forgets) or seq.namespace is None:
+            return
+        seq.recompute, seq.num_known = recompute, self.pool.num_ends
+        last = len(seq.tokens) - (recompute == 0)
+        seq.expected = {last // self.unit * self.unit}
+        if not skips:
+            ends, seq.num_ended = self.branches(seq.tokens, seq.namespace, last, seq.cached)
+            seq.ends = {end // self.unit * self.unit for end in ends}
+
+    def superseded(self, seq):
+        """The free blocks before a hit that no branch of the prefix needs: older turns' ends."""
+        found = []
+        for number, group in enumerate(self.groups):
+            size = group[2]
+            first = min(self.keeps(group, seq.cached), default=0) if self.forgets[number] else 0
+            for place in range(first - 1, -1, -1):
+                content = self.content(number, seq.namespace, seq.tokens[: (place + 1) * size])
+                block_id = self.pool.oldest_copy(content)
+                is_needed = any(
+                    self.pool.oldest_copy((*content[:2], tuple(seq.tokens[: end * size])))
+                    and len(self.goes_on(number, seq.namespace, seq.tokens[: end * size])) > 1
+                    and min(self.keeps(group, self.last_hit(seq, end * size)), default=0) <= place
+                    for end in range(place + 1, first + 1)
+                )
+                is_needed = is_needed or self.is_within(seq, number, place)
+                if block_id and self.pool.refs[block_id] == 0 and not is_needed:
+                    found += [block_id] * (self.pool.last_end.get(block_id, 0) >= 0)
+        return found
+
+    def is_within(self, seq, number, place):
+        """Whether a hit at a known end of a sequence needs a block."""
+        group, size = self.groups[number], self.groups[number][2]
+        return any(
+            min(self.keeps(group, self.last_hit(seq, end)), default=0) <= place
+            and (place + 1) * size <= end
+            for end in seq.ends | (seq.expected if self.pool.num_continued <= 5 else set())
+        )
+
+    def last_hit(self, seq, num_tokens):
+        end = num_tokens // self.unit * self.unit
+        return max(0, end - seq.recompute) // self.unit * self.unit
+
+    @contextmanager
+    def together(self):
+        """One call commits for several sequences: what has left their windows is sorted at last."""
+        self.waiting = []
+        yield
+        waiting, self.waiting = self.waiting, None
+        for seq in waiting:
+            self.sort_out(seq)
+
+    def sort_out(self, seq, least=4):
+        """Of what has left the windows goes first what no known end needs; of a few it waits."""
+        if seq.namespace is None:
+            return
+        needed, spare = [], []
+        for number in range(len(self.groups)):
+            self.sort_out_group(seq, number, least, needed, spare)
+        self.pool.need(needed)
+        self.pool.put_first(spare, seq.num_known)
+
+    def sort_out_group(self, seq, number, least, needed, spare):
+        group, table = self.groups[number], seq.tables[number]
+        size = group[2]
+        if len(table.gone) >= least and (table.has_passed or not least):
+            stop = min(self.keeps(group, self.last_hit(seq, seq.settled())), default=0)
+            table.has_passed = False
+            for place, block_id in [entry for entry in table.gone if entry[0] < stop]:
+                table.gone.remove((place, block_id))
+                prefix = seq.tokens[: (place + 1) * size]
+                if self.pool.content_of(block_id) == self.content(number, seq.namespace, prefix):
+                    (needed if self.is_within(seq, number, place) else spare).append(block_id)
+
     def peak(self, hits, cached, total, chunk):
         """The most blocks that come from the free ones, at every moment of every way to the end."""
         most = 0
@@ -344,9 +507,13 @@ class NaiveManager:
         for table, entries in zip(seq.tables, found, strict=True):
             table.entries = list(entries)
             table.published = len(entries)
+        self.learn_ends(seq, recompute, skips)
+        older = [] if skips else self.superseded(seq)
         self.pool.hold([block_id for table in seq.tables for block_id in table.held()])
         for number in range(len(self.groups)):
             self.retain(seq, number)
+        self.pool.put_first(older, self.pool.num_ends)
+        self.pool.num_continued = max(0, min(8, self.pool.num_continued + seq.num_ended))
         if skips:
             return seq
         if seq.namespace is not None and resumed:
@@ -451,7 +618,13 @@ class NaiveManager:
             for place in range(seq.settled() // size):
                 if table.entries[place] and place < min(kept):
                     self.pool.release([table.entries[place]])
+                    table.gone.append((place, table.entries[place]))
+                    table.has_passed = True
                     table.entries[place] = 0
+        if self.waiting is None:
+            self.sort_out(seq)
+        else:
+            self.waiting.append(seq)
 
     def truncate(self, seq, num_tokens):
         computed = min(num_tokens, seq.computed)
@@ -489,7 +662,8 @@ class NaiveManager:
                 if place >= keep and block_id
             ]
             table.entries = table.entries[:keep]
-            table.published = min(table.published, keep)
+            if keep < table.published:
+                table.published, table.gone = keep, []
         self.pool.release([block_id for _, _, block_id in sorted(leaving, reverse=True)])
 
     def tail_first(self, seq, num_tokens=None):
@@ -570,6 +744,7 @@ class NaiveManager:
                     beyond.append(((place + 1) * size, group, block_id))
                 elif block_id and place not in needed:
                     passed.append(block_id)
+                    table.gone.append((place, block_id))
             table.entries = entries
             for place in range(own, length // size) if seq.namespace is not None else ():
                 if entries[place]:
@@ -581,7 +756,13 @@ class NaiveManager:
         last = [block_id for _, _, block_id in sorted(beyond, reverse=True)]
         self.pool.release([b for b in held if b in late] + last + passed)
         seq.computed = length
+        self.sort_out_all(seq)
         return True
+
+    def sort_out_all(self, seq):
+        self.sort_out(seq, least=0)
+        for table in seq.tables:
+            table.gone = []
 
     def end_lease(self, number):
         if number not in self.leases:
@@ -665,6 +846,7 @@ class NaiveManager:
                 self.release_from(seq, computed)
                 for group, table in zip(self.groups, seq.tables, strict=True):
                     table.published = min(table.published, computed // group[2])
+                    table.gone = []
                 seq.computed = computed
                 seq.cached = min(seq.cached, computed)
         return [seq for seq, computed in targets if computed is not None]
@@ -712,11 +894,14 @@ class NaiveManager:
     def fork(self, seq):
         child = NaiveSequence(seq.tokens, seq.namespace, len(self.groups), seq.retain)
         child.computed = seq.settled()
+        child.ends, child.expected, child.recompute = seq.ends, seq.expected, seq.recompute
+        child.num_known = seq.num_known
         own = self.pool.take(self.copies_needed(seq))
         orders = []
         for number, (group, mine) in enumerate(zip(self.groups, seq.tables, strict=True)):
             full, rest = divmod(child.computed, group[2])
             table = child.tables[number]
+            mine.gone = []
             table.entries = mine.entries[:full]
             table.published = mine.published
             self.pool.hold(table.held())
@@ -730,6 +915,7 @@ class NaiveManager:
         kept = [content for content in self.pool.order() if self.pool.content_of(content)]
         self.pool.free = kept + [b for b in self.pool.order() if b not in kept]
         self.pool.published, self.pool.retention, self.pool.shelves = [], {}, {}
+        self.pool.spare, self.pool.last_end = [], {}
         if canonical:
             self.pool.free.sort()
         for seq in sequences:
@@ -738,4 +924,19 @@ class NaiveManager:
                 table.published = 0
 
     def close(self, seq):
+        """Its end is known from now on, if it has computed anything."""
+        needed, spare = [], []
+        if any(self.forgets) and seq.namespace is not None:
+            for number, table in enumerate(seq.tables):
+                self.sort_out_group(seq, number, 0, needed, spare)
+                if self.forgets[number]:
+                    for place, block_id in table.gone:
+                        prefix = seq.tokens[: (place + 1) * self.groups[number][2]]
+                        content = self.content(number, seq.namespace, prefix)
+                        needed += [block_id] * (self.pool.content_of(block_id) == content)
+                    needed += [
+                        block_id for block_id in table.entries[: table.published] if block_id
+                    ]
         self.release_from(seq, 0)
+        self.pool.need(needed if seq.computed > seq.cached else [])
+        self.pool.put_first(spare, seq.num_known)

@@ -112,6 +112,8 @@ class ManagerChecks(RuleBasedStateMachine):
         for entry in self.live:
             self.check_memory(entry)
             self.check_sequence(entry)
+        spare = [block.block_id for block in self.kv.pool.idle_blocks.spare]
+        expect("P42", spare, self.naive.pool.spare, "the blocks that no known end needs")
         order = [block.block_id for block in self.kv.pool.free_blocks()]
         expect("P15", order, self.naive.pool.order(), "the order of reuse")
         self.check_published("P6")

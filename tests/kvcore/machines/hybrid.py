@@ -57,6 +57,8 @@ class Entry:
         kept: the position of the state that it keeps for its end; 0: none.
         retain: its retention.
         opened_at: the step at which it was opened.
+        branches: the lengths at which cached KV branched off from its prompt.
+        expected: the end of its prompt, and the boundaries that were given.
     """
 
     real: kvcore.KVSequence
@@ -69,6 +71,8 @@ class Entry:
     kept: int = 0
     retain: tuple = ()
     opened_at: int = 0
+    branches: frozenset = frozenset()
+    expected: frozenset = frozenset()
 
     @property
     def tokens(self):
@@ -194,6 +198,53 @@ class HybridChecks(RuleBasedStateMachine):
         lengths = [n for n in lengths if n <= lengths[-1] - recompute]
         served = [n for n in lengths if (key, state[n // self.common]) in found[-1]]
         return served[-1] if served else 0, lengths[-1] if lengths else 0
+
+    def branches(self, elements, key, recompute):
+        """Where the cached KV of a group ends, and other KV goes on."""
+        found = self.found()
+        last = len(elements) - (recompute == 0)
+        lengths = []
+        for number, group in enumerate(self.groups):
+            size, depth = group.block_size, 0
+            paths = self.contents(elements, size)
+            for path in paths[1 : last // size + 1]:
+                below = [p for k, p in found[number] if k == key and p.startswith(path)]
+                if not below or (first_kept(group, 99) == 0 and path not in below):
+                    break
+                depth += 1
+            if not depth:
+                break
+            below = [p for k, p in found[number] if k == key and p.startswith(paths[depth])]
+            if depth < last // size and below != [paths[depth]]:
+                lengths.append(depth * size)
+            last = min(last, depth * size)
+        return lengths
+
+    def goes_on(self, elements, key, length):
+        """Whether a group has cached KV behind so many tokens."""
+        found = self.found()
+        paths = [self.contents(elements[:length], group.block_size)[-1] for group in self.groups]
+        return any(
+            whose == key and path.startswith(paths[number]) and path != paths[number]
+            for number in range(len(self.groups))
+            for whose, path in found[number]
+        )
+
+    def check_left(self, entry, pieces, length):
+        """P42: a state that a sequence has left goes first, unless a known end needs it."""
+        settled = min(entry.computed, len(entry.known))
+        ends = entry.real.ends
+        if not pieces or not ends or length == settled // self.common * self.common:
+            return
+        kept = self.kv.pool.idle_blocks.kept
+        first = pieces[0]
+        if first.node is None or first.ref_count or kept.get(first.block_id):
+            return
+        is_expected = self.kv.pool.idle_blocks.num_continued <= 3 and length in entry.expected
+        if length in entry.branches or is_expected:
+            expect("P42", first.last_end < 0, False, "whether a state that is needed goes first")
+        elif first.last_end <= ends.num_known:
+            expect("P42", first.last_end < 0, True, "whether a state of no known end goes first")
 
     # What must hold.
 
@@ -443,9 +494,10 @@ class HybridChecks(RuleBasedStateMachine):
 
     def commit(self, entry, count):
         self.write(entry, count)
-        before = self.found()[-1]
+        before, left = self.found()[-1], (entry.real.state.read, entry.computed)
         self.kv.commit(entry.real, count)
         self.check_due(entry, self.settle(entry, count), before)
+        self.check_left(entry, *left)
 
     def compute(self, entry, count):
         """Reserve, compute and commit; whether there was room."""
@@ -484,6 +536,7 @@ class HybridChecks(RuleBasedStateMachine):
             )
 
         free, before = self.kv.num_free_blocks, self.found()[-1]
+        left = [(entry.real.state.read, entry.computed) for entry in entries]
         rooms = None if for_all else [room for *_, room in moves]
         fits = need <= free
         if not fits:
@@ -491,6 +544,8 @@ class HybridChecks(RuleBasedStateMachine):
             rooms = 0
         self.takes(lambda: call(rooms))
         lacks = fits and need + optional > free
+        for entry, (pieces, length) in zip(entries, left, strict=True):
+            self.check_left(entry, pieces, length)
         for entry, (_, count, later, _) in zip(entries, moves, strict=True):
             due = self.settle(entry, count)
             entry.future += later

@@ -82,7 +82,9 @@ class HybridMachine(HybridChecks):
         key = kvcore.encode_namespace(NAMESPACES[name]) if cached else None
         looks = cached and how != "blind"
         hit, junction = self.hits(elements, key, recompute) if looks else (0, 0)
+        branches = self.branches(elements, key, recompute) if looks else []
         free = kv.num_free_blocks
+        had = hit and self.goes_on(elements, key, hit)
         real = kv.open(
             tokens, **about, boundaries=boundaries, retain=retain, resumed=how == "resumed"
         )
@@ -90,11 +92,16 @@ class HybridMachine(HybridChecks):
         expect("P24", plan.num_cached_tokens, hit, "cached tokens planned")
         expect("P13", plan.num_revived_blocks, free - kv.num_free_blocks, "blocks revived")
         length, size = len(elements), self.common
-        ends = [min(end, length) for end in boundaries] + [length - 1, junction]
+        ends = [min(end, length) for end in boundaries] + [length - 1, junction, *branches]
         ends += [length // size * size - recompute] if recompute else []
         wanted = frozenset(end // size * size for end in ends if end // size * size > hit)
         entry = Entry(real, elements, self.origin(name), cached, length, wanted, retain=retain)
         entry.opened_at = kv.pool.step
+        goes_on = {hit} if had else set()
+        entry.branches = frozenset(end // size * size for end in branches) | goes_on
+        expected = [*boundaries, length - (recompute == 0)]
+        expected += [length // size * size - recompute] if recompute else []
+        entry.expected = frozenset(min(end, length) // size * size for end in expected)
         self.live.append(entry)
         need, _ = self.needs(entry, 0, length)
         expect("P13", plan.num_new_blocks, need, "new blocks planned")
@@ -217,6 +224,8 @@ class HybridMachine(HybridChecks):
                 entry.wanted,
                 retain=entry.retain,
                 opened_at=entry.opened_at,
+                branches=entry.branches,
+                expected=entry.expected,
             )
         )
         self.check_stop(self.live[-1])
@@ -235,6 +244,8 @@ class HybridMachine(HybridChecks):
     def take_lease(self, entry, kind, first=None, steps=None):
         lease = self.kv.lease(entry.real, kind, num_tokens=first, max_steps=steps)
         state = entry.real.state
+        written = set(state.write).intersection(lease.blocks if kind != "step" else ())
+        expect("P33", written, set(), "leased blocks that the next step writes a state to")
         held = {}  # what is computed, not what former holders have left in reserved blocks
         for table in entry.real.tables:
             for place, block in enumerate(table.blocks):
@@ -246,7 +257,8 @@ class HybridMachine(HybridChecks):
                 held[block.block_id] = self.memory[block.block_id]
         self.leased[lease.lease_id] = kind, held
         if first is None or first >= entry.computed:
-            pieces = set(state.blocks()).difference(lease.blocks)
+            pieces = {*state.read, *state.kept, *(state.blocks() if kind == "step" else ())}
+            pieces.difference_update(lease.blocks)
             expect("P17", pieces, set(), "pieces of states that a lease does not hold")
         return lease
 

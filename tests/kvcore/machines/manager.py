@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import multiple, precondition, rule
 
 import kvcore
+from tests.kvcore.machines.chats import ChatRules
 from tests.kvcore.machines.checks import LEASES, SEQUENCES
 from tests.kvcore.machines.mixed import MixedRules
 from tests.kvcore.machines.requests import (
@@ -25,7 +26,7 @@ from tests.kvcore.machines.verbs import opened
 from tests.kvcore.views import expect
 
 
-class ManagerMachine(MixedRules):
+class ManagerMachine(ChatRules, MixedRules):
     """The manager against lists, and against a ghost of the KV memory."""
 
     @rule(entry=SEQUENCES)

@@ -52,7 +52,7 @@ class MixedRules(OutlookRules):
         if anew is not None:
             machine = type(self)()
             machine.start(40, anew[0], caching=True, events=False, longest=anew[1])
-        machine.take_turns(lengths, turns)
+        machine.mix_turns(lengths, turns)
 
     @rule(
         layout=st.integers(0, len(GROUPS) - 1),
@@ -78,7 +78,7 @@ class MixedRules(OutlookRules):
         again = machine.begin([*entry[1].tokens, 1, 2], NAMESPACES["default"], packed=False)
         expect("P24", again[0].num_cached_tokens, wanted, "what the next turn finds")
 
-    def take_turns(self, lengths, turns):
+    def mix_turns(self, lengths, turns):
         if len(self.naive.pool.order()) < 4 * len(self.groups):
             self.close_all()
         begun = [self.begin([n] * length, NAMESPACES["default"], packed=False)

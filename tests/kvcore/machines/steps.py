@@ -119,8 +119,9 @@ class StepRules(LoadRules):
         self.deliver(step, call())
         for (_, naive, _), total in zip(step, totals, strict=True):
             self.naive.reserve(naive, total - naive.computed)
-        for (_, naive, _), (_, _, computed, _, _) in zip(step, moves, strict=True):
-            self.naive.commit(naive, computed)
+        with self.naive.together():
+            for (_, naive, _), (_, _, computed, _, _) in zip(step, moves, strict=True):
+                self.naive.commit(naive, computed)
         self.agree()
         return True
 
@@ -224,8 +225,9 @@ class StepRules(LoadRules):
         for entry, count in zip(step, counts, strict=True):
             self.write(entry, count)
         self.kv.commit_step([real for real, _, _ in step], counts)
-        for (_, naive, _), count in zip(step, counts, strict=True):
-            self.naive.commit(naive, count)
+        with self.naive.together():
+            for (_, naive, _), count in zip(step, counts, strict=True):
+                self.naive.commit(naive, count)
         self.agree()
 
     def errors(self, step, totals):
@@ -267,8 +269,9 @@ class StepRules(LoadRules):
             call = functools.partial(self.kv.resolve_step, reals, flat_more, num_resolved=more)
             refused("P27", kvcore.NotExpectedError, self.view, call)
         self.kv.resolve_step(reals, flat, num_resolved=counts, starts=starts)
-        for (_, naive, _), count in zip(step, counts, strict=True):
-            self.naive.resolve(naive, count)
+        with self.naive.together():
+            for (_, naive, _), count in zip(step, counts, strict=True):
+                self.naive.resolve(naive, count)
         self.agree()
 
     @precondition(lambda self: self.live)

@@ -226,8 +226,10 @@ class ManagerVerbs(ManagerChecks):
         for entry in ready:
             self.write(entry, 1)
         self.kv.commit_step(reals, [1] * len(reals))
+        with self.naive.together():
+            for entry in ready:
+                self.naive.commit(entry[1], 1)
         for entry in ready:
-            self.naive.commit(entry[1], 1)
             self.append(entry, [token])
 
     @rule(entry=SEQUENCES, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6), image=IMAGES)

@@ -318,14 +318,14 @@ wrong(
 wrong(
     "are_not_wanted_where_prompts_part",
     share.share_cached,
-    "[*seq.state.wanted, junction]",
+    "[*seq.state.wanted, junction, *sight.branches]",
     "seq.state.wanted",
     "P24",
 )
 wrong(
     "are_not_wanted_where_the_caller_wants_them",
     share.share_cached,
-    "[*seq.state.wanted, junction]",
+    "[*seq.state.wanted, junction, *sight.branches]",
     "[junction]",
     "P24",
 )
@@ -431,8 +431,8 @@ wrong(
 )
 wrong(
     "are_not_leased",
-    rewind.blocks_tail_first,
-    "states_until(seq, num_tokens) + ",
+    rewind.blocks_to_lease,
+    "states + ",
     "",
     "P17",
 )

@@ -97,3 +97,69 @@ def test_a_state_computed_again_is_found_though_the_step_takes_the_blocks_of_the
     kv.step([seq], 2, (), num_known=0, num_reserved=1)
     assert kv.num_free_blocks == 0
     assert kv.plan([0, 0, 1]).num_cached_tokens == 2
+
+
+def lease_and_step(kv, seq):
+    """The state blocks of a lease of another kind than a step's that the next step writes."""
+    lease = kv.lease(seq, "store")
+    kv.reserve(seq, 1)
+    _, written = seq.state_blocks
+    return {block.block_id for block in lease.blocks}.intersection(written)
+
+
+def test_a_store_of_a_sequence_that_computed_nothing_leases_no_block_it_writes_a_state_to():
+    kv = manager()
+    seq = kv.open([0] * 5)
+    kv.reserve(seq, 1)
+    assert lease_and_step(kv, seq) == set()
+
+
+def test_a_store_beside_a_published_state_leases_no_block_that_the_next_one_is_written_to():
+    kv = manager()
+    seq = compute(kv, kv.open([0] * 5), 4)  # publishes the state after 4 tokens
+    kv.reserve(seq, 1)
+    assert lease_and_step(kv, seq) == set()
+
+
+def test_a_store_beside_a_kept_state_leases_it_and_the_next_one_is_written_elsewhere():
+    kv = manager()
+    seq = keeping(kv, 1)
+    kv.reserve(seq, 1)
+    lease = kv.lease(seq, "store")
+    assert set(seq.state.kept) <= set(lease.blocks)
+    assert lease_and_step(kv, seq) == set()
+
+
+def test_a_lease_of_a_step_holds_what_the_step_writes():
+    kv = manager()
+    seq = kv.open([0] * 5)
+    kv.reserve(seq, 1)
+    assert set(seq.state.write) <= set(kv.lease(seq).blocks)
+
+
+def keeping(kv, token):
+    """A sequence whose next step would write over a state that is to be published at its end."""
+    seq = compute(kv, kv.open([token] * 3), 3)
+    kv.append(seq, token)
+    compute(kv, seq, 1)
+    kv.append(seq, token)
+    return seq
+
+
+def test_the_blocks_that_several_sequences_miss_are_enough_for_a_step_of_all():
+    for spare in range(3):
+        kv = manager(num_blocks=13)
+        pair = [keeping(kv, 1), keeping(kv, 2)]
+        missing = sum(kv.num_missing_blocks(seq, 1) for seq in pair)
+        kv.pool.take(kv.num_free_blocks - missing - spare)
+        assert all(kv.can_reserve(seq, 1) for seq in pair)
+        kv.reserve_step(pair, [1, 1])
+        assert kv.num_free_blocks == (0 if spare == 2 else spare)
+
+
+def test_reserve_takes_the_blocks_of_a_state_more_where_they_are_free():
+    kv = manager()
+    seq, free = keeping(kv, 1), kv.num_free_blocks
+    missing = kv.num_missing_blocks(seq, 1)
+    kv.reserve(seq, 1)
+    assert (free - kv.num_free_blocks, missing) == (missing + 1, 1)
