@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from backends.states import (
         DecayGate,
         LinearAttentionTerms,
+        LinearRows,
         ShortConvTerms,
         StateBackend,
         StateBatch,
@@ -54,6 +55,7 @@ __all__ = [
     "KVLayout",
     "LayerCall",
     "LinearAttentionTerms",
+    "LinearRows",
     "PagedBatch",
     "SharedPrefix",
     "ShortConvTerms",

@@ -161,8 +161,8 @@ def check_short_conv(
     """The arguments of `short_conv_step` agree with each other and the capabilities."""
     channels, width = terms.weight.shape
     _check_state(backend, state, batch, (width - 1, channels))
-    require_tensor("x", x)
-    shape, weight = (batch.num_tokens, channels), (terms.weight, terms.weight.shape)
+    require_tensor("x", x, shape=(_num_rows(batch), channels))
+    shape, weight = x.shape, (terms.weight, terms.weight.shape)
     _check_rows(
         state.device, state.dtype, x=(x, shape), out=(out, shape), **{"terms.weight": weight}
     )
@@ -179,11 +179,12 @@ def check_linear_attention(
     """The arguments of `linear_attention_step` agree with each other and the capabilities."""
     (query, key, value, decay, beta), gate, limit = rows, terms.gate, backend.capabilities
     _check_state(backend, state, batch, (None, None, None))
-    count, (heads, key_dim, value_dim) = batch.num_tokens, state.shape[1:]
+    heads, key_dim, value_dim = state.shape[1:]
     if max(key_dim, value_dim) > limit.max_state_dim:
         wanted = f"dimensions of at most {limit.max_state_dim}"
         raise UnsupportedError("state", wanted, f"{key_dim} and {value_dim}")
-    require_tensor("query", query, shape=(count, None, key_dim))
+    require_tensor("query", query, shape=(_num_rows(batch), None, key_dim))
+    count = query.shape[0]
     require_tensor("decay", decay)
     if query.dtype not in limit.dtypes:
         raise UnsupportedError("query", f"a dtype of {_names(limit.dtypes)}", str(query.dtype))
@@ -227,6 +228,11 @@ def _check_state(
     if batch.read_slots.device != state.device:
         came = f"device {batch.read_slots.device}"
         raise InvalidArgumentError("batch", f"device {state.device}", came)
+
+
+def _num_rows(batch: StateBatch) -> int | None:
+    """The rows of a call: as many as sequences where each has one, otherwise any number."""
+    return batch.num_seqs if batch.query_start_loc is None else None
 
 
 def _check_rows(

@@ -10,17 +10,21 @@ A sum of n products errs by (sqrt(n) + 2) u times the sum of their sizes: roundi
 do not repeat are independent with mean 0 (N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41
 (2019)). exp errs by 2 units in the last place, and by 2 |x| more where x is first multiplied by
 log2(e). Results are then rounded to their dtype, which for a state is also an error of the next
-token. The smallest numbers of a dtype are half their step off.
+token. The smallest numbers of a dtype are half their step off. Of a sequence with more than
+`EXACT_TOKENS` tokens of two bytes the factors of each product may be tf32.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from backends.oracle import one_thread
 from backends.states import (
+    EXACT_TOKENS,
     NORM_EPSILON,
     LinearAttentionTerms,
     LinearRows,
@@ -29,6 +33,7 @@ from backends.states import (
 )
 
 _U = 2.0**-24
+_OF_TF32 = 2.0**-8  # both factors of two products in a row, cut to 10 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +70,17 @@ class Expected:
 
 def rows_of(batch: StateBatch) -> list[range]:
     """The rows of each sequence."""
-    return [range(at, at + batch.query_len) for at in range(0, batch.num_tokens, batch.query_len)]
+    starts: Iterable[int] = range(batch.num_seqs + 1)
+    if batch.query_start_loc is not None:
+        starts = batch.query_start_loc.tolist()
+    return [range(first, last) for first, last in pairwise(starts)]
 
 
 @one_thread()
 def short_conv(x: Tensor, state: Tensor, batch: StateBatch, terms: ShortConvTerms) -> Expected:
     """What `short_conv_step` returns and writes; it reads no slot but those to be read."""
     weight, rows = _exact(terms.weight), _exact(x)
-    out, states = _nothing(batch, x.shape[1:]), _nothing(batch, state.shape[1:])
+    out, states = _nothing(x, x.shape[1:]), _nothing(x, state.shape[1:])
     width, exact = weight.shape[1], torch.zeros(state.shape[1:], dtype=torch.float64)
     for s, of_seq in enumerate(rows_of(batch)):
         inputs = _state_before(state, batch, s)
@@ -105,10 +113,12 @@ def linear_attention(
     straight = (
         torch.zeros_like(value) if terms.skip is None else _exact(terms.skip)[:, None] * value
     )
-    out, states = _nothing(batch, value.shape[1:]), _nothing(batch, state.shape[1:])
+    out, states = _nothing(value, value.shape[1:]), _nothing(value, state.shape[1:])
     of_norm = (math.sqrt(key.shape[2]) / 2 + 5) * _U if terms.l2norm else 0.0
-    of_sum = (math.sqrt(key.shape[2]) + 3) * _U + of_norm
     for s, of_seq in enumerate(rows_of(batch)):
+        in_chunks = len(of_seq) > EXACT_TOKENS and rows[0].dtype.itemsize == 2
+        of_product = of_norm + _OF_TF32 * in_chunks
+        of_sum = (math.sqrt(key.shape[2]) + 3) * _U + of_product
         before = _state_before(state, batch, s)
         now = Number(before, torch.zeros_like(before))
         for t in of_seq:
@@ -125,7 +135,7 @@ def linear_attention(
             of_new = of_new + 2 * _U * new.abs()
             after = faded + k * new[:, None]
             error = error + k.abs() * of_new[:, None] + _U * after.abs()
-            error = error + (k * new[:, None]).abs() * (of_norm + _U)
+            error = error + (k * new[:, None]).abs() * (of_product + _U)
             y = terms.scale * (after * q).sum(1) + straight[t]
             of_y = (error * q.abs()).sum(1) + of_sum * (after * q).abs().sum(1)
             of_y = abs(terms.scale) * of_y + 2 * _U * (straight[t].abs() + y.abs())
@@ -146,8 +156,8 @@ def _state_before(state: Tensor, batch: StateBatch, s: int) -> Tensor:
     return _exact(state[slot])
 
 
-def _nothing(batch: StateBatch, shape: torch.Size) -> Number:
-    values = [torch.full((batch.num_tokens, *shape), math.nan).double() for _ in range(2)]
+def _nothing(rows: Tensor, shape: torch.Size) -> Number:
+    values = [torch.full((len(rows), *shape), math.nan).double() for _ in range(2)]
     return Number(*values)
 
 

@@ -10,7 +10,10 @@ per token. Invariants:
   It changes no byte outside the slots it writes, and reads no slot outside those it is given: other
   slots may hold anything, NaN included.
 - Computation is in float32 whatever the dtype of rows and states. After each token the state is
-  rounded to its dtype, so a call with several tokens computes what calls with one token compute.
+  rounded to its dtype, so a call with several tokens computes what calls with one token compute:
+  the same bits for up to `EXACT_TOKENS` tokens of a sequence, otherwise within the oracle's error,
+  and rows of two bytes may then be multiplied in tf32.
+- Rows behind the last sequence's belong to no sequence: whatever they hold, they change no state.
 
 Arguments that all calls of a layer share are one record (`ShortConvTerms`, `LinearAttentionTerms`),
 and arguments that all layers of a step share are another (`StateBatch`). Records are checked on
@@ -31,6 +34,8 @@ from backends.errors import InvalidArgumentError
 
 NORM_EPSILON = 1e-6
 """Added to the sum of squares of a query or key before the root is taken."""
+EXACT_TOKENS = 7
+"""Tokens of a sequence for which a call gives the bits of calls with one: drafts change none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +52,32 @@ class StateBatch:
     read_slots: Tensor
     """int32 [num_seqs]: the state before each sequence's first token; negative: zeros."""
     write_slots: Tensor
-    """int32 [num_seqs]: where the state after its last token is written; negative: nowhere."""
-    query_len: int = 1
-    """Rows of each sequence: sequence s has the rows from s * query_len on."""
+    """int32 [num_seqs]: where the state after its stored tokens is written; negative: nowhere."""
+    query_start_loc: Tensor | None = None
+    """int32 [num_seqs + 1], ascending: sequence s has the rows from its entry to the next. None:
+    each sequence has one row. A sequence without rows writes nothing."""
+    num_stored: Tensor | None = None
+    """int32 [num_seqs]: the state after so many of its rows is written; those behind are draft
+    tokens, which continue from it. None: after all of them."""
 
     def __post_init__(self) -> None:
-        reads, writes = self.read_slots, self.write_slots
+        reads = self.read_slots
         require_tensor("read_slots", reads, dtype=torch.int32, shape=(None,))
-        require_tensor(
-            "write_slots", writes, dtype=torch.int32, shape=reads.shape, device=reads.device
-        )
-        if self.query_len < 1:
-            raise InvalidArgumentError("query_len", "at least 1", str(self.query_len))
+        for name, each, more in (
+            ("write_slots", self.write_slots, 0),
+            ("query_start_loc", self.query_start_loc, 1),
+            ("num_stored", self.num_stored, 0),
+        ):
+            if each is not None:
+                shape = (len(reads) + more,)
+                require_tensor(name, each, dtype=torch.int32, shape=shape, device=reads.device)
+        if self.num_stored is not None and self.query_start_loc is None:
+            raise InvalidArgumentError("num_stored", "None without query_start_loc", "a tensor")
 
     @property
     def num_seqs(self) -> int:
         """How many sequences."""
         return self.read_slots.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many rows."""
-        return self.num_seqs * self.query_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +177,7 @@ class StateBackend(Backend, Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Convolve each sequence's new tokens with the inputs before them.
+        """Convolve each sequence's new tokens with the inputs before them, all rows at once.
 
             out[t] = f(bias + sum over j of weight[:, j] * input[t - width + 1 + j])
 
@@ -197,7 +206,7 @@ class StateBackend(Backend, Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Decay the state, add key and value, read it with the query; token by token.
+        """Decay the state, add key and value, read it with the query; token after token.
 
             S = exp(decay) * S;  S += key (rate * new)^T;  out = scale * S^T query + skip * value
 

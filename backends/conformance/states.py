@@ -3,12 +3,14 @@
 accuracy, states: outputs and written states within the oracle's distance. poison: no NaN, which
 only a forbidden read can bring. untouched: arguments, gaps, padding and every byte outside the
 slots to be written stay as they are. repeatable, permutation: the same bits again, also where the
-slots lie elsewhere. together or apart: a call with several tokens gives the bits of calls with one.
+slots lie elsewhere. together or apart: a call with up to `EXACT_TOKENS` tokens of each sequence
+gives the bits of calls with one, and so does any convolution.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from backends.conformance.cases import bits
 from backends.conformance.report import Finding
 from backends.contract import Backend
 from backends.states import (
+    EXACT_TOKENS,
     DecayGate,
     LinearAttentionTerms,
     LinearRows,
@@ -58,13 +61,26 @@ class StateCase:
     """How slots lie: whole (side by side); aligned (in larger pages); odd (likewise, on no multiple
     of anything, and rows are views with gaps)."""
     query_len: int = 1
-    """Rows of each sequence."""
+    """The most rows of a sequence. From 2 on every third one has one less, and behind all of them
+    lies a row that belongs to none."""
+    num_drafts: int = 0
+    """The last rows of each sequence, after which no state is written."""
     seed: int = 0
+
+    @property
+    def is_ragged(self) -> bool:
+        """True if the lengths of the sequences are given."""
+        return self.query_len > 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each sequence."""
+        return [self.query_len - (self.is_ragged and s % 3 == 2) for s in range(len(self.seqs))]
 
     @property
     def live(self) -> int:
         """Rows of sequences."""
-        return len(self.seqs) * self.query_len
+        return sum(self.lengths)
 
     def with_(self, **changes: object) -> "StateCase":
         """The same case but for these fields."""
@@ -94,16 +110,15 @@ class StateInputs:
 
     def run_apart(self, backend: StateBackend) -> None:
         """One call per token, whose states travel through slots at the end of the tensor."""
-        spare = self.state.shape[0] - self.batch.num_seqs
+        spare, kept = self.state.shape[0] - self.batch.num_seqs, dict(self.kept)
         for s, of_seq in enumerate(state_oracle.rows_of(self.batch)):
             read = self.batch.read_slots[s : s + 1]
             for t in of_seq:
-                one = slice(t, t + 1)
-                write = self.batch.write_slots[s : s + 1]
-                if t != of_seq[-1]:
-                    write = torch.full_like(write, spare + s)
+                one, write = slice(t, t + 1), torch.full_like(read, spare + s)
                 rows = tuple(each[one] for each in self.rows)
                 self._call(backend, rows, StateBatch(read, write), self.out[one])
+                if t in kept:
+                    self.state[kept[t]] = self.state[spare + s]
                 read = write
 
     def _call(
@@ -160,7 +175,7 @@ def check_states(backend: StateBackend, case: StateCase) -> Iterator[Finding]:
         other = build(case, backend.device, layout)
         if check != "together or apart":
             other.run(backend)
-        elif case.query_len > 1:
+        elif case.is_ragged and (case.layer == "conv" or case.query_len <= EXACT_TOKENS):
             other.run_apart(backend)
         else:
             continue
@@ -200,7 +215,8 @@ def _cases(*, quick: bool) -> Iterator[StateCase]:
         small = StateCase("", layer, MODES, (3, 40) if layer == "conv" else (16, 8))
         odd = (2, 21) if layer == "conv" else (12, 20)
         yield small.with_(name="every mode", pages="aligned")
-        yield small.with_(name="draft tokens", query_len=3, pages="odd")
+        yield small.with_(name="draft tokens", query_len=4, num_drafts=2, pages="odd")
+        yield small.with_(name="a chunk and draft tokens", query_len=21, num_drafts=1)
         yield small.with_(name="odd dims", dims=odd, options=False)
         yield small.with_(name="extreme", extreme=True)
         if quick:
@@ -212,6 +228,8 @@ def _cases(*, quick: bool) -> Iterator[StateCase]:
             sizes = [(1, 72), (2, 72), (4, 72), (6, 72), (3, 5000)]
         yield base.with_(name="many sequences", seqs=MODES * 9, pages="aligned")
         yield base.with_(name="many tokens", seqs=MODES[:3], query_len=17)
+        yield small.with_(name="many extreme tokens", query_len=40, extreme=True, pages="odd")
+        yield small.with_(name="many tokens, no options", query_len=33, options=False)
         yield base.with_(name="nothing to do", seqs=())
         yield base.with_(name="no options", options=False, pages="odd")
         for dims in sizes:
@@ -235,9 +253,14 @@ def build(case: StateCase, device: torch.device, layout: int = 0) -> StateInputs
     indices = [torch.tensor(each, dtype=torch.int32, device=device) for each in (reads, writes)]
     guarded = (*(each for each, _ in made), *indices, *_tensors(terms))
     views = tuple(view for _, view in made)
-    last = range(case.query_len - 1, case.live, case.query_len)
+    starts, stored = [0, *accumulate(case.lengths)], [n - case.num_drafts for n in case.lengths]
+    last = [start + count - 1 for start, count in zip(starts, stored, strict=False)]
     kept = tuple((t, slot) for t, slot in zip(last, writes, strict=True) if slot >= 0)
-    batch = StateBatch(indices[0], indices[1], case.query_len)
+    if case.is_ragged:
+        indices += [
+            torch.tensor(each, dtype=torch.int32, device=device) for each in (starts, stored)
+        ]
+    batch = StateBatch(*indices)
     return StateInputs(views, state, batch, terms, out, memory, out_memory, guarded, kept)
 
 
@@ -252,7 +275,7 @@ def _contents(
         return torch.randn(shape, generator=generator)
 
     def rows(*shape: int) -> Tensor:
-        return (random(case.live, *shape) * size).to(case.dtype)
+        return (random(case.live + case.is_ragged, *shape) * size).to(case.dtype)
 
     if case.layer == "conv":
         weight, bias = (

@@ -15,6 +15,8 @@ A cache of latents has kernels of its own (`latent`).
 
 A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
 
+Blocks of a size that is no power of two are seen as smaller ones (`shared/blocks.py`).
+
 A call whose tensors have the shapes, strides, dtypes and devices of an earlier call is not checked
 and planned again; only its numbers are read.
 """
@@ -32,6 +34,7 @@ from backends.triton_gpu.decode.splits import MAX_PLANNED
 from backends.triton_gpu.hopper import prefill as hopper_prefill
 from backends.triton_gpu.latent import latent
 from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.shared.blocks import in_small_blocks
 from backends.triton_gpu.shared.launch import Launch
 from backends.triton_gpu.shared.place import Place, ceil_div, sign
 
@@ -59,6 +62,7 @@ def paged_attention(
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
+    cache, batch = in_small_blocks(cache, batch)
     alike, reach = terms.batch_invariant, batch.max_seq_len
     addresses = query.data_ptr()
     if out is not None:

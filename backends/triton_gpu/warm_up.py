@@ -32,6 +32,7 @@ from backends.triton_gpu.decode.splits import VECTORS
 from backends.triton_gpu.hopper.prefill import LONG, ROWS, heads_an_item
 from backends.triton_gpu.latent import latent
 from backends.triton_gpu.paged_attention import MOST_ROWS, Known, plan_attention
+from backends.triton_gpu.shared.blocks import small_blocks
 from backends.triton_gpu.shared.launch import Variant, find_names
 from backends.triton_gpu.shared.place import Place
 from backends.triton_gpu.sparse.choose_tokens import level_widths
@@ -88,7 +89,8 @@ def _calls(
     backend: Backend, place: Place, layer: LayerCall, max_num_seqs: int, max_query_len: int
 ) -> Iterator[Callable[[], object]]:
     """Those of a layer; what takes longest to compile first."""
-    met: set[Variant] = set()
+    written, met = layer, set[Variant]()
+    layer = replace(layer, cache=small_blocks(layer.cache))  # as attention sees them
     for batch in _batches(place, layer, max_num_seqs, max_query_len):
         for alike in {False, layer.terms.batch_invariant}:
             terms = replace(layer.terms, batch_invariant=alike)
@@ -106,7 +108,7 @@ def _calls(
             yield partial(_attend_chosen, backend, layer, batch)
     if layer.index is not None:
         yield partial(_choose, backend, layer, layer.index)
-    yield partial(_write, backend, layer, _idle(layer.cache.k.device, 1, 1, 1))
+    yield partial(_write, backend, written, _idle(layer.cache.k.device, 1, 1, 1))
 
 
 def _batches(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import backends
 import kvcore
-from kvcore.adapters.recurrent import Run, StateStep
+from kvcore.adapters.recurrent import Run, StateRows, StateStep
 from model.attention.ahead import Ahead
 from model.attention.chunks import chunked_batch
 from model.attention.shared_prefix import Shared, Worth, shared_run
@@ -46,7 +46,8 @@ class StepTensors:
         sources: int64 [1, num_tokens]; where not negative, the token is that entry of the tokens
             drawn by the previous step, not the one in `input_ids`; None: negative everywhere.
         is_long: bool [1, num_tokens], whether the token's request is long; None: no request is.
-        states: which states of recurrent layers are read and written; None: none is.
+        states: which states of recurrent layers are read and written; rows if the host does not
+            know the lengths; None: none is.
         images: makes the further arguments of a pass with images from its input_ids; None: it has
             none.
         ahead: the tokens that see some behind them, on the network's device; None: there are none.
@@ -60,7 +61,7 @@ class StepTensors:
     paged: tuple[backends.PagedBatch, ...]
     sources: Tensor | None = None
     is_long: Tensor | None = None
-    states: StateStep | None = None
+    states: StateStep | StateRows | None = None
     images: Callable[[Tensor], Mapping[str, object]] | None = None
     ahead: Ahead | None = None
     adapter_slots: Tensor | None = None
@@ -95,7 +96,7 @@ class StepTensors:
             ),
             sources=None if self.sources is None else send(self.sources),
             is_long=None if self.is_long is None else send(self.is_long),
-            states=None if self.states is None else self.states.to(device),
+            states=self.states.to(device) if isinstance(self.states, StateStep) else self.states,
             images=self.images,
             ahead=self.ahead,
             adapter_slots=None if self.adapter_slots is None else send(self.adapter_slots),

@@ -124,7 +124,7 @@ class PiecewiseNetwork(TracedNetwork):
     ) -> Tensor:
         """See `TracedNetwork.logits`."""
         if self._is_submitting:
-            paged = _NoAttention()
+            paged, states = _NoAttention(), None
         return super().logits(input_ids, position_ids, rows, paged, states, adapter_slots)
 
     def _choose(self, num_tokens: int, rows: Tensor) -> tuple[Callable[..., Tensor], Tensor]:

@@ -14,8 +14,8 @@ removed. At the end the function is compared with the network, bit for bit, at s
 because a number may depend on the size in another way.
 
 Steps with LoRA adapters have a separate trace: the adapter slot of each token is one more input.
-A module that keeps a recurrent state is one call in the trace, as attention is: it runs as it is,
-sequence by sequence.
+Operations on recurrent states are calls in the trace, as attention is. A module whose states no
+backend steps is one call itself: it runs as it is, sequence by sequence.
 
 Invariants: a traced network gave the network's own logits for every size tried; attention is called
 as the network calls it, layer by layer, with the same terms.
@@ -27,13 +27,13 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 import backends
@@ -41,6 +41,7 @@ from kvcore.adapters.recurrent import RecurrentPass, cache_argument, is_divided
 from model.attention.attention import Attending, logits_of
 from model.compile.repeated_layers import RepeatedLayers
 from model.compile.stored_graphs import GraphStore
+from model.compile.traced_states import Call, fresh_states, marking
 from model.errors import UnsupportedModelError
 from model.host import uncollected
 
@@ -63,14 +64,6 @@ def _choose(query: Tensor, weights: Tensor, key: Tensor, layer: int, count: int)
     return query.new_empty((query.shape[0], count), dtype=torch.int32)
 
 
-def _recur(
-    given: Sequence[Tensor], number: int, shape: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    """The place in a trace where a module with a state is called; never run."""
-    del number
-    return given[0].new_empty((*given[0].shape[:2], *shape), dtype=dtype)
-
-
 _library = torch.library.Library("kvcore_trace", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "attend(Tensor query, Tensor key, Tensor value, int layer, Tensor? chosen=None) -> Tensor"
@@ -80,29 +73,6 @@ _library.define(  # type: ignore[no-untyped-call]
     "choose(Tensor query, Tensor weights, Tensor key, int layer, int count) -> Tensor"
 )
 _library.impl("choose", _choose, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "recur(Tensor[] given, int number, int[] shape, ScalarType dtype) -> Tensor"
-)
-_library.impl("recur", _recur, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-
-
-class _Recurrent(NamedTuple):
-    """A call of a module that keeps a state."""
-
-    forward: Callable[..., Any]
-    leaves: list[Any]  # of its arguments; a tensor of the trace is `Tensor`
-    spec: pytree.TreeSpec
-
-    def run(self, states: RecurrentPass, given: Sequence[Tensor]) -> Tensor:
-        tensors = iter(given)
-        leaves = [
-            next(tensors) if leaf is Tensor else states if leaf is RecurrentPass else leaf
-            for leaf in self.leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        output = self.forward(*args, **kwargs)
-        result: Tensor = output[0] if isinstance(output, tuple) else output
-        return result
 
 
 class TracedNetwork:
@@ -115,14 +85,14 @@ class TracedNetwork:
             each dimension of its tensor that depends on the number of tokens or rows to 0 (tokens),
             1 (rows) or -1 (else).
         terms: of each layer's attention.
-        recurrent: the calls of modules with states, in order: call number -1 is the first one.
+        recurrent: the calls with states, in order: call number -1 is the first one.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
         terms: dict[int, backends.AttentionTerms],
-        recurrent: Sequence[_Recurrent] = (),
+        recurrent: Sequence[Call] = (),
     ) -> None:
         self.module = module
         self.terms = terms
@@ -145,13 +115,13 @@ class TracedNetwork:
             position_ids: int64 [1, num_tokens].
             rows: int64 [num_rows], the tokens whose logits are wanted.
             paged: computes the attention of each layer.
-            states: of recurrent layers; None: the tokens are one text, whose state is not kept.
+            states: of recurrent layers; None: no state is there, as in `fresh_states`.
             adapter_slots: int64 [num_tokens], if it was traced with adapters.
         """
         terms, attend, recurrent = self.terms, paged.attend, self.recurrent
         num_tokens = input_ids.shape[1]
         run, computed = self._choose(num_tokens, rows)
-        passing = RecurrentPass.of_fresh([num_tokens]) if recurrent and states is None else states
+        passing = fresh_states(num_tokens) if recurrent and states is None else states
 
         def call(layer: int, *given: Any) -> Tensor:  # noqa: ANN401  # as `_simplify` has it
             if layer < 0 and passing is not None:
@@ -231,7 +201,7 @@ def _checked(
 ) -> TracedNetwork:
     """Trace a network and compare it; with `layers` each kind of them is traced once."""
     terms: dict[int, backends.AttentionTerms] = {}
-    recurrent: list[_Recurrent] = []
+    recurrent: list[Call] = []
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs what is raised here
     level = logger.level
     try:
@@ -279,10 +249,10 @@ def _from_disk(
 
 def _noted(
     network: PreTrainedModel, device: torch.device
-) -> tuple[dict[int, backends.AttentionTerms], list[_Recurrent]]:
+) -> tuple[dict[int, backends.AttentionTerms], list[Call]]:
     """What a pass of two tokens notes."""
     terms: dict[int, backends.AttentionTerms] = {}
-    recurrent: list[_Recurrent] = []
+    recurrent: list[Call] = []
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
     with torch.no_grad():
         _noting(network, device, terms, recurrent, None)(tokens, tokens, tokens[0, :1])
@@ -293,7 +263,7 @@ def _trace(
     network: PreTrainedModel,
     device: torch.device,
     terms: dict[int, backends.AttentionTerms],
-    recurrent: list[_Recurrent],
+    recurrent: list[Call],
     adapters: ChoosesAdapters | None,
 ) -> fx.GraphModule:
     forward = _noting(network, device, terms, recurrent, adapters)
@@ -310,15 +280,18 @@ def _noting(
     network: PreTrainedModel,
     device: torch.device,
     terms: dict[int, backends.AttentionTerms],
-    recurrent: list[_Recurrent],
+    recurrent: list[Call],
     adapters: ChoosesAdapters | None,
 ) -> Callable[..., Tensor]:
     """A pass of the network that notes terms and calls of modules with states, and leaves marks."""
-    marking = _marking(network, device, recurrent) if is_divided(network) else None
+    tokens, states = torch.zeros((1, 2), dtype=torch.int64, device=device), None
+    if is_divided(network):
+        short = partial(_logits, network, tokens, tokens, tokens[0, :1], Mixing())
+        states = marking(short, recurrent)
 
     def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor, *slots: Tensor) -> Tensor:
         with nullcontext() if adapters is None else adapters.choosing(*slots):
-            return _logits(network, input_ids, position_ids, rows, _Noting(terms), marking)
+            return _logits(network, input_ids, position_ids, rows, _Noting(terms), states)
 
     return forward
 
@@ -361,38 +334,13 @@ class _Noting:
         return marked
 
 
-def _marking(
-    network: PreTrainedModel, device: torch.device, recurrent: list[_Recurrent]
-) -> RecurrentPass:
-    """A pass that leaves a mark where a module with a state is called, and notes the call.
-
-    A pass of two tokens says what the modules return.
-    """
-    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
-    passing, marking = (RecurrentPass.of_fresh([2]) for _ in range(2))
-    outputs: list[tuple[nn.Module, Any]] = []
-    passing.outputs = outputs
-    _logits(network, tokens, tokens, tokens[0, :1], Mixing(), passing)
-
-    def mark(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        _, output = outputs[len(recurrent)]
-        own, *others = output if isinstance(output, tuple) else (output,)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        number = len(recurrent)
-        kinds = (Tensor, RecurrentPass)
-        kept = [next((k for k in kinds if isinstance(leaf, k)), leaf) for leaf in leaves]
-        recurrent.append(_Recurrent(forward, kept, spec))
-        marked = torch.ops.kvcore_trace.recur(given, number, own.shape[2:], own.dtype)
-        return (marked, *[None for _ in others]) if isinstance(output, tuple) else marked
-
-    marking.mark = mark
-    return marking
-
-
 def _sizeless(module: fx.GraphModule) -> fx.GraphModule:
     """The graph for any size from a graph for the sizes of the trace, without no-ops."""
     graph = module.graph
+    for node in graph.nodes:
+        if _is_whole_slice(node):  # from minus the number of tokens on, say
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     with graph.inserting_after(inputs[-1]):
@@ -523,7 +471,7 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
     elif target is torch.ops.kvcore_trace.choose.default:
         query, weights, key, layer, count = node.args
         node.target, node.args = operator.call, (call, layer, query, weights, key, count)
-    elif target is torch.ops.kvcore_trace.recur.default:
+    elif target in (torch.ops.kvcore_trace.recur.default, torch.ops.kvcore_trace.step.default):
         given, number, *_ = node.args
         node.target, node.args = operator.call, (call, ~number, *given)  # type: ignore[operator,misc]
     elif target is torch.ops.aten._to_copy.default and [*node.kwargs] == ["dtype"]:  # noqa: SLF001
@@ -555,6 +503,12 @@ def _is_idle(node: fx.Node) -> bool:
     elif node.target not in _CASTS:
         return False
     return _is_same_kind(node, node.args[0])
+
+
+def _is_whole_slice(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten.slice.Tensor or not _is_same_kind(node, node.args[0]):
+        return False
+    return bool(node.meta["val"].shape == node.args[0].meta["val"].shape)  # type: ignore[union-attr]
 
 
 def _is_same_kind(node: fx.Node, source: object) -> bool:
@@ -626,6 +580,8 @@ def _logits(
 class Mixing:
     """A pass whose results depend on all its arguments, and on nothing else.
 
+    They lie in memory without gaps, as those of a backend do: compiled code relies on it.
+
     Args:
         terms: where the terms of each layer are noted; None: nowhere.
     """
@@ -647,7 +603,7 @@ class Mixing:
         shift = (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
         if chosen is not None:
             shift = shift + chosen.to(query.dtype).mean() / 8
-        return query[..., : value.shape[2]] * terms.scale + shift
+        return (query[..., : value.shape[2]] * terms.scale + shift).contiguous()
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
         """Mix the arguments."""
@@ -673,7 +629,7 @@ def _check(
         slots = slots % (adapters.num_slots + 1) - 1
     choosing = nullcontext() if adapters is None else adapters.choosing(slots)
     with torch.inference_mode(), choosing:
-        states = RecurrentPass.of_fresh([tokens]) if traced.recurrent else None
+        states = fresh_states(tokens) if traced.recurrent else None
         wanted = _logits(network, input_ids, position_ids, kept, Mixing(traced.terms), states)
         try:
             got = traced.logits(input_ids, position_ids, kept, Mixing(), None, slots)

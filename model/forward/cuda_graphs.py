@@ -10,10 +10,8 @@ Decides: the buckets. Steps in which every sequence computes one token have thei
 attention needs no prefill kernels; all others, with prompts, chunked prefill and draft tokens,
 share buckets by tokens and rows. The assignment of tokens to sequences is read on the device, so
 one graph serves all of them. Tokens that the previous step has drawn are read inside the graph, so
-the host never waits for them. A network with recurrent layers has only buckets with one token per
-sequence: with several tokens the host divides a step by sequence. Surplus rows read no state and
-write none. A network that may have LoRA adapters has each bucket twice, and only steps that have
-some use the second.
+the host never waits for them. Surplus rows read no recurrent state and write none. A network that
+may have LoRA adapters has each bucket twice, and only steps that have some use the second.
 
 Invariants: what a graph reads beside the tensors of a step (weights, caches) never moves; a replay
 gives the network's own results, because it consists of the network's own launches.
@@ -30,7 +28,7 @@ import torch
 from torch import Tensor
 
 import backends
-from kvcore.adapters.recurrent import Run, StateStep
+from kvcore.adapters.recurrent import StateRows, StateStep
 from model.attention.batch import StepTensors, chosen_ids
 from model.compile.few_rows import FEW_ROWS
 from model.forward.network import PagedNetwork
@@ -244,7 +242,7 @@ class CudaGraphs:
             sent = batch.block_table.to(table.device, non_blocking=True)
             width = min(sent.shape[1], table.shape[1])
             table[:rows, :width].copy_(sent[:, :width])
-        if self._states is not None and step.states is not None:
+        if self._states is not None and isinstance(step.states, StateStep):
             self._states.load(step.states, bucket.rows)
 
     def _run(self, bucket: Bucket) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -274,7 +272,8 @@ class CudaGraphs:
             )
         )
         positions = inputs.position_ids[:size][None]  # strided as a tensor of its own
-        states = None if self._states is None else self._states.of(rows)
+        starts = None if longest == 1 else inputs.query_start_loc[: rows + 1]
+        states = None if self._states is None else self._states.of(rows, starts)
         slots = inputs.adapter_slots[:size] if adapted else None
         step = StepTensors(
             ids, positions, inputs.logit_rows[:rows], paged, states=states, adapter_slots=slots
@@ -385,28 +384,35 @@ class _Inputs:
 
 
 class _StateInputs:
-    """The states that a step reads and writes, on the device, filled by one copy from the host."""
+    """The states that a step reads and writes, on the device, filled by one copy from the host.
+
+    The last row of words has the number of stored tokens of each sequence.
+    """
 
     def __init__(self, rows: int, blocks_per_state: int, device: torch.device) -> None:
-        shape, is_pinned = (2, rows, blocks_per_state), device.type == "cuda"
-        self._blocks = torch.full(shape, -1, dtype=torch.int64, device=device)
-        self._sent = [
-            torch.full(shape, -1, dtype=torch.int64, pin_memory=is_pinned) for _ in range(2)
-        ]
+        shape, is_pinned = (2 * blocks_per_state + 1, rows), device.type == "cuda"
+        self._pieces = blocks_per_state
+        self._words = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._words[-1].zero_()
+        self._sent = [torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned) for _ in range(2)]
 
     def load(self, step: StateStep, rows: int) -> None:
-        """Copy a step's block ids to the front; the surplus rows have none."""
+        """Copy a step's block ids to the front; the surplus rows have none and store nothing."""
         self._sent.reverse()
-        sent, count = self._sent[0], len(step.runs)
-        for side, blocks in zip(sent, (step.read, step.write), strict=True):
-            side[count:rows] = -1
-            side[:count] = -1 if blocks is None else blocks
-        self._blocks.copy_(sent, non_blocking=True)
+        sent, count, pieces = self._sent[0], len(step.runs), self._pieces
+        sent[:-1, count:rows] = -1
+        sent[-1, count:rows] = 0
+        sent[:pieces, :count] = step.read.t()
+        sent[pieces:-1, :count] = -1 if step.write is None else step.write.t()
+        sent[-1, :count] = torch.tensor([run.num_known for run in step.runs], dtype=torch.int32)
+        self._words.copy_(sent, non_blocking=True)
 
-    def of(self, rows: int) -> StateStep:
-        """A step of one token for each of the first rows."""
-        runs = tuple(Run(row, num_known=1, num_drafts=0, has_state=True) for row in range(rows))
-        return StateStep(runs, self._blocks[0, :rows], self._blocks[1, :rows])
+    def of(self, rows: int, query_start_loc: Tensor | None) -> StateRows:
+        """A step of the first rows; without their starts each has one token."""
+        read, write = self._words[:-1, :rows].split(self._pieces)  # type: ignore[no-untyped-call]
+        if query_start_loc is None:
+            return StateRows(read, write)
+        return StateRows(read, write, query_start_loc, self._words[-1, :rows])
 
 
 def _bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:

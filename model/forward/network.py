@@ -179,7 +179,7 @@ class PagedNetwork:
 
     @property
     def can_replay_states(self) -> bool:
-        """Whether steps with one token per sequence can be replayed from a CUDA graph. O(1)."""
+        """True if steps can be replayed from a CUDA graph. O(1)."""
         return not self.layout.states or self._recurrence.takes_slots
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
@@ -338,23 +338,26 @@ class PagedNetwork:
 
         Operations on states are compiled in it; they read and write no block.
         """
-        noting, states = _Noting(), None
-        tokens = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        if self.layout.states:
-            places = ((0, 1), (1, 1), (2, 2), (4, 2))
-            runs = tuple(Run(*place, num_drafts=0, has_state=True) for place in places)
-            nowhere = tokens.new_full((len(runs), self.blocks_per_state), -1)
-            tokens = tokens.new_zeros((1, 6))
-            step = StateStep(runs, nowhere, None)
-            states = self._recurrence.passing(self.caches.states, step)
-        with torch.inference_mode():
-            self._network(
-                input_ids=tokens,
-                position_ids=tokens,
-                use_cache=False,
-                paged=noting,
-                **self._named(states),
-            )
+        noting = _Noting()
+        for lengths in ((1, 1), (1, 16)) if self.layout.states else ((1,),):
+            tokens = torch.zeros((1, sum(lengths)), dtype=torch.int64, device=self.device)
+            states = None
+            if self.layout.states:
+                runs = [
+                    Run(start, length, num_drafts=0, has_state=True)
+                    for start, length in enumerate(lengths)
+                ]
+                nowhere = tokens.new_full((len(runs), self.blocks_per_state), -1)
+                step = StateStep(tuple(runs), nowhere, None)
+                states = self._recurrence.passing(self.caches.states, step)
+            with torch.inference_mode():
+                self._network(
+                    input_ids=tokens,
+                    position_ids=tokens,
+                    use_cache=False,
+                    paged=noting,
+                    **self._named(states),
+                )
         calls: dict[object, backends.LayerCall] = {}
         worth = self.shared_worth()
         for index, (num_q_heads, dtype, asked) in sorted(noting.calls.items()):
@@ -479,9 +482,12 @@ class PagedNetwork:
         """The states that a step reads and writes; None: the network has none."""
         if not self.layout.states:
             return None
-        if step.states is None:  # a prompt that stores nothing
-            return RecurrentPass.of_fresh([step.input_ids.shape[1]])
-        return self._recurrence.passing(self.caches.states, step.states)
+        states = step.states
+        if states is None:  # a prompt that stores nothing
+            nowhere = step.input_ids.new_full((1, self.blocks_per_state), -1)
+            run = Run(0, step.input_ids.shape[1], 0, has_state=False)
+            states = StateStep((run,), nowhere, None)
+        return self._recurrence.passing(self.caches.states, states)
 
     def _named(self, states: RecurrentPass | None) -> dict[str, RecurrentPass]:
         """The states as an argument of the network."""

@@ -210,7 +210,7 @@ class SanitizedBackend:
                 if end > first:
                     ids = [0] * (begin // size) + row  # entries before the piece are not checked
                     self.shadow.reads(sequence, end, ids, group=group, first=first)
-        if tensors.states is not None:
+        if isinstance(tensors.states, StateStep):
             self._check_states(step, tensors.states)
         _poison(caches, self.shadow.take_fresh())
 

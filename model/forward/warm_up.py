@@ -12,8 +12,7 @@ Decides: how a network runs. Kernels are always compiled. Beside that, except in
 | compiled piecewise (`compile/piecewise.py`) | with `--compile` | never |
 | steps captured as CUDA graphs (`cuda_graphs.py`) | yes, up to some thousand tokens | never |
 
-With recurrent layers only steps of one token per sequence are captured. Steps with LoRA adapters
-are traced, compiled and captured beside those without.
+Steps with LoRA adapters are traced, compiled and captured beside those without.
 
 A network that cannot be traced because it looks at values runs eagerly, also without CUDA graphs: a
 graph would replay decisions that were made once. The largest step has one prompt of
@@ -236,9 +235,8 @@ def prepare_network(
         return Prepared(f"{how}, no graphs: the backend has no operation for some states")
     num_slots = (network.num_blocks - 1) * config.block_size
     longest = min(max_model_len or num_slots, num_slots)
-    max_tokens = captured_tokens(network.num_parameters, len(network.layout.layers), config)
-    if network.layout.states:
-        max_tokens = 0
+    num_layers = len(network.layout.layers) + len({one.key.layer for one in network.layout.states})
+    max_tokens = captured_tokens(network.num_parameters, num_layers, config)
     graphs = CudaGraphs(
         network,
         drawn,

@@ -47,6 +47,7 @@ def state_cases(draw, dtypes):
     seqs = ["new", *draw(st.lists(st.sampled_from(MODES), max_size=5))]
     layer, dtype = draw(st.sampled_from(LAYERS)), draw(st.sampled_from(dtypes))
     groups, key_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    query_len = draw(st.sampled_from([1, 2, 3, 5, 9, 20]))
     return StateCase(
         name="random",
         layer=layer,
@@ -59,6 +60,7 @@ def state_cases(draw, dtypes):
         options=draw(st.booleans()),
         extreme=draw(st.booleans()),
         pages=draw(st.sampled_from(("whole", "aligned", "odd"))),
-        query_len=draw(st.integers(1, 5)),
+        query_len=query_len,
+        num_drafts=draw(st.integers(0, max(0, query_len - 2))),
         seed=draw(st.integers(0, 2**20)),
     )

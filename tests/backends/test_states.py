@@ -82,11 +82,16 @@ class HonestStates(HonestBackend):
         for s, rows in enumerate(rows_of(batch)):
             read = int(batch.read_slots[s])
             now = self.before(state, read)
-            for t in rows:
+            slot, kept = int(batch.write_slots[s]), now
+            for number, t in enumerate(rows):
                 now = self.rounded(advance(t, now), state.dtype)
-            slot = int(batch.write_slots[s])
-            if self.writes(slot):
-                self.slot(state, self.target(slot, read)).copy_(now)
+                if number < self.stored(batch, s, len(rows)):
+                    kept = now
+            if self.writes(slot) and rows:
+                self.slot(state, self.target(slot, read)).copy_(kept)
+
+    def stored(self, batch, s: int, count: int) -> int:
+        return count if batch.num_stored is None else int(batch.num_stored[s])
 
     def before(self, state: Tensor, slot: int) -> Tensor:
         return self.slot(state, slot).float() if slot >= 0 else torch.zeros(state.shape[1:])
@@ -118,6 +123,11 @@ class HonestStates(HonestBackend):
 
     def softplus(self, x: Tensor) -> Tensor:
         return torch.nn.functional.softplus(x, threshold=50)
+
+
+class StoresDraftTokens(HonestStates):
+    def stored(self, batch, s, count):
+        return count
 
 
 class WritesTheSlotItReads(HonestStates):
@@ -193,6 +203,7 @@ class ChangesTheBatch(HonestStates):
 
 
 SABOTAGE = {
+    StoresDraftTokens: "states",
     WritesTheSlotItReads: "untouched",
     IgnoresThePages: "poison",
     ReadsANeighboursSlot: "poison",
@@ -282,7 +293,8 @@ def ints(*values):
 BAD_RECORDS = [
     (lambda: StateBatch(torch.tensor([1]), ints(1)), "read_slots", "torch.int32"),
     (lambda: StateBatch(ints(1), ints(1, 2)), "write_slots", r"shape \[1\]"),
-    (lambda: StateBatch(ints(1), ints(1), 0), "query_len", "at least 1"),
+    (lambda: StateBatch(ints(1), ints(1), ints(0)), "query_start_loc", r"shape \[2\]"),
+    (lambda: StateBatch(ints(1), ints(1), None, ints(1)), "num_stored", "query_start_loc"),
     (lambda: ShortConvTerms(torch.zeros(4, 1)), "terms.weight", "a width of at least 2"),
     (lambda: ShortConvTerms(torch.zeros(2, 4).T), "terms.weight", "contiguous"),
     (lambda: ShortConvTerms(torch.zeros(4, 2), torch.zeros(3)), "terms.bias", r"shape \[4\]"),
@@ -315,6 +327,16 @@ BAD_CALLS = [
     ({"out": torch.zeros(2, 4, 5)}, "out", "shape"),
     ({"batch": StateBatch(ints(0, 5), ints(1, 2))}, "batch.read_slots[1]", "a slot below 5"),
     ({"batch": StateBatch(ints(0, 1), ints(5, 2))}, "batch.write_slots[0]", "a slot below 5"),
+    (
+        {"batch": StateBatch(ints(0, 1), ints(2, 3), ints(0, 1, 3))},
+        "batch.query_start_loc[2]",
+        "ascending rows up to 2",
+    ),
+    (
+        {"batch": StateBatch(ints(0, 1), ints(2, 3), ints(0, 1, 2), ints(1, 2))},
+        "batch.num_stored[1]",
+        "at most the sequence's rows",
+    ),
 ]
 BAD_CALLS[0] = ({"query": torch.zeros(2, 3, 8), "key": torch.zeros(2, 3, 8)}, *BAD_CALLS[0][1:])
 

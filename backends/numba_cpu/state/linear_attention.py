@@ -23,7 +23,7 @@ from backends.checks import check_linear_attention
 from backends.contract import Backend
 from backends.numba_cpu.bits import TAGS, Tag, at, exact, narrow, span, widen
 from backends.numba_cpu.launch import Plans, Workers, sign
-from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked
+from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked, rows_of
 from backends.numba_cpu.tiles import Floats
 from backends.states import NORM_EPSILON, LinearAttentionTerms, LinearRows, StateBatch
 
@@ -152,12 +152,12 @@ def _kernel(source_digest: int) -> Callable[..., None]:
         gate = (tensors[6] != 0, tensors[7] != 0, numbers[1], numbers[2])
         for unit in range(start, stop):
             s, h = unit // num_heads, unit % num_heads
-            source, stop_row = scratch, (s + 1) * where[2]
+            source, (first, stored, last) = scratch, rows_of(where, s)
             if reads[s] >= 0:
                 source = span(states, reads[s] * slot_size + h * size, size)
             else:
                 scratch[:] = 0  # in every format
-            for t in range(s * where[2], stop_row):
+            for t in range(first, last):
                 _load(queries, t * strides[0] + h // group * strides[1], query)
                 _load(keys, t * strides[2] + h // group * strides[3], key)
                 _load(values, t * strides[4] + h * strides[5], new)
@@ -174,11 +174,13 @@ def _kernel(source_digest: int) -> Callable[..., None]:
                     _recall(source, kept, key, new, out)
                 _multiply(new, rate, _ZERO)
                 target = scratch
-                if t == stop_row - 1 and writes[s] >= 0:
+                if t == stored - 1 and writes[s] >= 0:
                     target = span(states, writes[s] * slot_size + h * size, size)
                 _advance(source, target, query, key, kept, new, out)
                 _store(out, added, outs, t * strides[10] + h * strides[11])
-                source = target
+                if t == stored - 1 and t < last - 1:  # draft tokens leave the slot as it is
+                    scratch[:] = target
+                source = scratch
 
     return step
 
@@ -207,7 +209,7 @@ def linear_attention_step(
     Raises:
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
-    gate, indices = terms.gate, (batch.read_slots, batch.write_slots)
+    gate, indices = terms.gate, (batch.read_slots, batch.write_slots, batch.query_start_loc)
     a, bias = (None, None) if gate is None else (gate.a, gate.bias)
     tensors = (*rows, out, a, bias, terms.skip)
     signature = (sign(*tensors, state, *indices), terms.delta_rule, terms.l2norm)
@@ -225,7 +227,7 @@ def linear_attention_step(
         tuple([0 if each is None else each.data_ptr() for each in tensors]),
         state.data_ptr(),
         plan.tags,
-        checked(batch, state.shape[0]),
+        checked(batch, state.shape[0], len(rows[0])),
         plan.strides,
         plan.sizes,
         plan.flags,

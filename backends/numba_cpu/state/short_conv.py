@@ -1,13 +1,13 @@
-"""A short causal convolution of each channel, one token after the other, on a CPU.
+"""A short causal convolution of each channel with itself, on a CPU.
 
     out[t] = f(bias + sum over j of weight[:, j] * input[t - width + 1 + j])
 
 Layout: states [num_slots, width - 1, channels], slots any distance apart: rows of inputs, oldest
 first. A unit is a tile of channels, of all sequences, so that its weights are turned to rows once.
 An input before the sequence's first new token comes out of the slot that is read, any other out of
-`x`. The slot that is read may be written by the sequence's last token: rows are moved in ascending
-order, each to a lower place. Bytes moved: the state and x read twice, the second time out of the
-core's cache, and the state written once per kept token. States are exact; tolerance of outputs:
+`x`. The slot that is read may be the one that is written, behind all tokens: rows are moved in
+ascending order, each to a lower place. Bytes moved: the state and x read twice, the second time out
+of the core's cache, and the state written once. States are exact; tolerance of outputs:
 `state_oracle.short_conv`.
 """
 
@@ -22,7 +22,7 @@ from backends.checks import check_short_conv
 from backends.contract import Backend
 from backends.numba_cpu.bits import LOG2E, TAGS, Tag, at, exact, exp2, narrow, span, widen
 from backends.numba_cpu.launch import Plans, Workers, sign
-from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked
+from backends.numba_cpu.state.slots import SOURCE_DIGEST, Slots, checked, rows_of
 from backends.numba_cpu.tiles import Floats
 from backends.states import ShortConvTerms, StateBatch
 
@@ -64,11 +64,11 @@ def _finish(sums: Floats, target: Floats, silu: int) -> None:
 
 
 @lru_cache(maxsize=1)
-def _kernel(source_digest: int) -> Callable[..., None]:
+def _kernel(source_digest: int) -> Callable[..., None]:  # noqa: C901  # loops within loops
     """Compile for the sources with this digest; closing over it makes it part of the cache key."""
 
     @exact(cache=True)
-    def step(
+    def step(  # noqa: C901  # likewise
         tensors: tuple[int, int, int, int, int],  # x, weight, bias or 0: none, state, out
         tag: Tag,
         where: Slots,
@@ -93,21 +93,23 @@ def _kernel(source_digest: int) -> Callable[..., None]:
             if tensors[2]:
                 _load_weights(bias, channel, 1, size, biases)
             for s in range(num_seqs):
-                first, last = s * where[2], (s + 1) * where[2] - 1
+                first, stored, last = rows_of(where, s)
                 before, after = reads[s] * strides[2] + channel, writes[s] * strides[2] + channel
-                for t in range(first, last + 1):
+                for t in range(first, last + 1):  # at the end the stored inputs
                     sums[:] = biases
                     for j in range(width):
-                        row, source = t - width + 1 + j, zeros
+                        row, source = (t if t < last else stored - 1) - width + 1 + j, zeros
                         if row >= first:
                             source = span(xs, row * strides[0] + channel, size)
                         elif reads[s] >= 0:
                             old = before + (row - first + width - 1) * channels
                             source = span(states, old, size)
-                        _add(source, span(weights, j * TILE, size), sums)
-                        if j > 0 and t == last and writes[s] >= 0:
+                        if t < last:
+                            _add(source, span(weights, j * TILE, size), sums)
+                        elif j > 0 and first < last and writes[s] >= 0:
                             _copy(source, span(states, after + (j - 1) * channels, size))
-                    _finish(sums, span(outs, t * strides[1] + channel, size), silu)
+                    if t < last:
+                        _finish(sums, span(outs, t * strides[1] + channel, size), silu)
 
     return step
 
@@ -128,7 +130,8 @@ def short_conv_step(
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
     weight, bias = terms.weight, terms.bias
-    signature = sign(x, weight, bias, state, out, batch.read_slots, batch.write_slots)
+    indices = (batch.read_slots, batch.write_slots, batch.query_start_loc)
+    signature = sign(x, weight, bias, state, out, *indices)
     if plans.get(signature) is None:
         check_short_conv(backend, x, state, batch, terms, out)
         plans.keep(signature, plan=True)
@@ -140,13 +143,11 @@ def short_conv_step(
         _kernel(SOURCE_DIGEST),
         tuple([0 if each is None else each.data_ptr() for each in tensors]),
         TAGS[x.dtype],
-        checked(batch, state.shape[0]),
+        checked(batch, state.shape[0], len(x)),
         batch.num_seqs,
         (x.stride(0), out.stride(0), state.stride(0)),
         (channels, width),
         int(terms.silu),
     )
-    workers.run_evenly(
-        step, -(-channels // TILE), GRAIN // (TILE * width * max(1, batch.num_tokens))
-    )
+    workers.run_evenly(step, -(-channels // TILE), GRAIN // (TILE * width * max(1, len(x))))
     return out

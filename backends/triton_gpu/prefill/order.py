@@ -34,6 +34,7 @@ from torch import Tensor
 from backends.contract import PagedBatch
 from backends.triton_gpu.shared.launch import Variant, launcher
 from backends.triton_gpu.shared.place import Place, device_function
+from backends.triton_gpu.shared.rows import sequence_of_tile
 
 ENTRY = tl.constexpr(8)
 """int32 a rank in the list of work, and ahead of it."""
@@ -55,15 +56,9 @@ def find_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """(sequence, its first row, its query length, position of query token 0, tile's first token).
 
-    The sequence is the last one whose first tile is at or before this one.
+    The sequence is that of `sequence_of_tile`.
     """
-    low = tile * 0
-    high = low + num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(query_start_loc + middle) // TOKENS + middle <= tile
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
+    low = sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS)
     start = tl.load(query_start_loc + low)
     query_len = tl.load(query_start_loc + low + 1) - start
     first = tl.load(seq_lens + low) - query_len

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 from kvcore.adapters.transformers_versions import CACHE_ARGUMENT, cache_argument
 
 # isort: split
+from kvcore.adapters.recurrent.interfaces import Steps
 from kvcore.adapters.recurrent.passes import (
     HeldStates,
     Operations,
     RecurrentPass,
     ReportedLength,
     Run,
+    StateRows,
     StateStep,
     divide,
     is_divided,
+    stepping_of,
     undivide,
 )
 from kvcore.adapters.recurrent.probe import Recurrence, find_states, probe_recurrence
@@ -48,9 +51,11 @@ __all__ = [
     "ReportedLength",
     "Run",
     "StateKey",
+    "StateRows",
     "StateShape",
     "StateStep",
     "StateTensors",
+    "Steps",
     "aligned",
     "cache_argument",
     "divide",
@@ -62,6 +67,7 @@ __all__ = [
     "probe_recurrence",
     "state_places",
     "state_views",
+    "stepping_of",
     "undivide",
     "use_pytorch",
 ]

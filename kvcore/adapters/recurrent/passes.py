@@ -5,13 +5,15 @@ A module that keeps a state asks the cache of its pass for it (`get_conv_state`,
 sequence. So its forward is wrapped: the rows of a step are divided by sequence, sequences with the
 same numbers of tokens run together as a batch, and each call gets a cache with their states only.
 
-Where a module's functions have `Operations` (`state_functions.py`), a call with one token or a few
-of each sequence gets slots instead, and the states are read and written where they lie.
+Where all functions of a module that take states can be replaced (`state_functions.py`), its forward
+runs once for all packed rows. It gets a `SteppedState` in place of each state, and what replaces
+its functions knows which rows belong to which sequence, and reads and writes the states where they
+lie. Lengths are read on the device then, so a CUDA graph can be captured.
 
 Decides: when a state is stored: after the tokens of a step that are known. Draft tokens continue
 from it and nothing of them is stored, so a rejected one leaves no trace.
 
-Invariants: other states that a step reads are copied before a module sees them, because some
+Invariants: states that a module sees are copied before, because some
 kernels update the state that they are given in place; a pass writes the blocks of its step and no
 others; a pass without this cache runs as if the modules were not wrapped.
 
@@ -20,19 +22,14 @@ Does not know: which blocks a sequence has, which modules keep states (`probe.py
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kvcore.adapters.recurrent.states import StateKey, StateTensor, StateTensors
-
-_FEW = 16
-_FEW_ON_GPU = 512
-"""The most tokens of a sequence that a backend's operation computes, one after the other; longer
-chunks run the module's own code. On a CPU that takes two thirds of the time from 64 tokens on; on a
-GPU it launches dozens of kernels, and the operation one."""
+from kvcore.adapters.recurrent.interfaces import KeyValueStore, StatesByLayer, Steps
+from kvcore.adapters.recurrent.states import StateKey, StateTensors
 
 
 class ReportedLength:
@@ -70,30 +67,41 @@ class ReportedLength:
         return query_length, 0
 
 
-class KeyValueStore(Protocol):
-    """A cache of Transformers to which attention modules give their keys and values."""
+class SteppedState(NamedTuple):
+    """Given to a module in place of a state, for the functions that replace the module's."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the module's queries attend to."""
-        ...
+    steps: Steps
+    key: StateKey
+
+    def to(self, *_: object, **__: object) -> "SteppedState":
+        """Itself, for modules that convert what they store. O(1)."""
+        return self
+
+
+class Continued(NamedTuple):
+    """Given to a module in place of a convolution's inputs, with those before them.
+
+    Attributes:
+        inputs: [1, channels, num_rows].
+        state: where those before them are.
+    """
+
+    inputs: Tensor
+    state: SteppedState
 
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
-    """A module's forward with other functions, that step states where they lie.
+    """A module's forward with other functions, that take `SteppedState`.
 
     Attributes:
-        forward: takes a cache that gives slots.
-        single: kinds of states for which it takes them, with one token of each sequence.
-        several: likewise with several tokens.
+        forward: for packed rows.
+        kinds: of states that they take.
         transposed: kinds of states whose last two dimensions have to lie exchanged in memory.
     """
 
     forward: Callable[..., Any]
-    single: frozenset[str]
-    several: frozenset[str]
+    kinds: frozenset[str]
     transposed: frozenset[str]
 
 
@@ -103,17 +111,8 @@ class Operations(Protocol):
     def stepping(self, module: nn.Module) -> Stepping | None:
         """The forward of a module with all functions replaced that can be; None: none can."""
 
-    def batch(self, read: Tensor, write: Tensor, num_tokens: int) -> object:
-        """Which states a call reads and writes.
-
-        Args:
-            read: int32 [num_seqs], block ids.
-            write: likewise; -1: not stored.
-            num_tokens: of each sequence.
-        """
-
-    def slots(self, blocks: Tensor, batch: Any) -> object:  # noqa: ANN401  # as `batch` gives it
-        """The states of a batch in `StateTensor.blocks`, for the forward of `Stepping`."""
+    def steps(self, tensors: StateTensors, rows: "StateRows") -> Steps:
+        """What steps the states of a pass."""
 
 
 class Run(NamedTuple):
@@ -151,6 +150,41 @@ class StateStep:
         write = None if self.write is None else self.write.to(device, non_blocking=True)
         return StateStep(self.runs, self.read.to(device, non_blocking=True), write)
 
+    def rows(self) -> "StateRows":
+        """The same for packed rows, on the same device. O(its bytes)."""
+        runs, device = self.runs, self.read.device
+        lengths = [run.num_known + run.num_drafts for run in runs]
+        sides = self.read.new_full((2, *self.read.shape[::-1]), -1, dtype=torch.int32)
+        if any(run.has_state for run in runs):
+            has_state = torch.tensor([run.has_state for run in runs], device=device)
+            sides[0].copy_(self.read.t().where(has_state, -1))
+        if self.write is not None:
+            sides[1].copy_(self.write.t())
+        if all(length == 1 for length in lengths):
+            return StateRows(sides[0], sides[1])
+        counts = [0, *accumulate(lengths), *[run.num_known for run in runs]]
+        starts, stored = (
+            torch.tensor(counts, dtype=torch.int32).to(device).tensor_split([len(runs) + 1])
+        )
+        return StateRows(sides[0], sides[1], starts, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Which states a step reads and writes, and whose rows are where, on the device.
+
+    Attributes:
+        read: int32 [blocks_per_state, num_seqs]: block ids; -1: it starts from zeros.
+        write: likewise; -1: nothing is stored.
+        query_start_loc: int32 [num_seqs + 1], see `backends.StateBatch`; None: each has one row.
+        num_stored: int32 [num_seqs]: rows of each whose state is stored; None: all.
+    """
+
+    read: Tensor
+    write: Tensor
+    query_start_loc: Tensor | None = None
+    num_stored: Tensor | None = None
+
 
 class HeldStates(ReportedLength):
     """A cache in Transformers' interface with the states of some sequences of equal length.
@@ -165,8 +199,6 @@ class HeldStates(ReportedLength):
         self._tensors = tensors
         self._read = read
         self.held: dict[StateKey, Tensor] = {}  # [num_seqs, *shape]
-        self.kinds: frozenset[str] = frozenset()  # of states that are given as slots
-        self.slots_in: Callable[[StateTensor], object] | None = None
 
     def store(self, write: Tensor) -> None:
         """Write the states that are held; others are in these blocks already. O(their bytes)."""
@@ -181,18 +213,13 @@ class HeldStates(ReportedLength):
             self.held[key] = tensor.blocks[self._read[:, tensor.piece]].contiguous()
         return self.held.get(key)
 
-    def _give(self, key: StateKey) -> object:
-        if key.kind not in self.kinds or self.slots_in is None:
-            return self._load(key)
-        return self.slots_in(self._tensors[key])
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution, a copy; None: there are none. O(its bytes)."""
+        return self._load(StateKey(layer_idx, "conv", state_idx))
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> object:
-        """The last inputs of a convolution, a copy or slots; None: there are none. O(its bytes)."""
-        return self._give(StateKey(layer_idx, "conv", state_idx))
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> object:
-        """A recurrent state, a copy or slots; None: there is none. O(its bytes)."""
-        return self._give(StateKey(layer_idx, "recurrent", state_idx))
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A recurrent state, a copy; None: there is none. O(its bytes)."""
+        return self._load(StateKey(layer_idx, "recurrent", state_idx))
 
     def update_conv_state(
         self,
@@ -218,14 +245,13 @@ class HeldStates(ReportedLength):
         return inputs
 
     def update_recurrent_state(
-        self, recurrent_states: object, layer_idx: int, state_idx: int = 0, **_: object
-    ) -> object:
-        """Hold a recurrent state from now on; in slots it has been written already. O(1)."""
-        if isinstance(recurrent_states, Tensor):
-            self.held[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Hold a recurrent state from now on. O(1)."""
+        self.held[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
         return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> object:
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """MiniMax's name of `get_recurrent_state`. O(its bytes)."""
         return self.get_recurrent_state(layer_idx)
 
@@ -234,9 +260,9 @@ class HeldStates(ReportedLength):
         self.update_recurrent_state(linear_cache, layer_idx)
 
     @property
-    def layers(self) -> "HeldLayers":
+    def layers(self) -> StatesByLayer:
         """The states by layer, as modules ask for them before Transformers 5.21. O(1)."""
-        return HeldLayers(self)
+        return StatesByLayer(self)
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None, **_: object
@@ -251,38 +277,47 @@ class HeldStates(ReportedLength):
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class HeldLayers:
-    """The layers of a cache: modules read `cache.layers[layer].conv_states[number]`."""
+class PackedStates(ReportedLength):
+    """A cache in Transformers' interface for a forward of `Stepping`: it gives no tensors.
 
-    cache: HeldStates
-
-    def __getitem__(self, layer: int) -> "HeldLayer":
-        """The states of a layer. O(1)."""
-        return HeldLayer(self.cache, layer)
-
-
-class HeldLayer:
-    """The states of one layer of a cache, by their numbers.
-
-    Attributes:
-        conv_states: as `HeldStates.get_conv_state` gives them.
-        recurrent_states: as `HeldStates.get_recurrent_state` gives them.
+    Args:
+        steps: compute with the states.
     """
 
-    record_past = False  # states are not cut
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(0)
+        self._steps = steps
 
-    def __init__(self, cache: HeldStates, layer: int) -> None:
-        self.conv_states = _ByNumber(partial(cache.get_conv_state, layer))
-        self.recurrent_states = _ByNumber(partial(cache.get_recurrent_state, layer))
+    @property
+    def layers(self) -> StatesByLayer:
+        """The states by layer, as modules ask for them before Transformers 5.21. O(1)."""
+        return StatesByLayer(self)
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> SteppedState:
+        """The last inputs of a convolution. O(1)."""
+        return SteppedState(self._steps, StateKey(layer_idx, "conv", state_idx))
 
-@dataclass(frozen=True, slots=True)
-class _ByNumber:
-    get: Callable[[int], object]
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> SteppedState:
+        """A recurrent state. O(1)."""
+        return SteppedState(self._steps, StateKey(layer_idx, "recurrent", state_idx))
 
-    def __getitem__(self, number: int) -> object:
-        return self.get(number)
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Continued:
+        """The inputs of a convolution with those before them. O(1)."""
+        return Continued(conv_states, self.get_conv_state(layer_idx, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: object, *_: object, **__: object) -> object:
+        """Do nothing: it has been written already. O(1)."""
+        return recurrent_states
+
+    def has_previous_state(self, *_: object, **__: object) -> bool:
+        """Always: a sequence without one has zeros. O(1)."""
+        return True
+
+    def is_recording_past(self, *_: object, **__: object) -> bool:
+        """Never: states are not cut. O(1)."""
+        return False
 
 
 class _Span(NamedTuple):
@@ -298,8 +333,7 @@ class _Span(NamedTuple):
 
 
 _Rows = Tensor | _Span
-"""Rows of a step: int64 [num_seqs, tokens of each], or a span. A span needs no tensor of indices,
-so that a CUDA graph can be captured."""
+"""Rows of a step: int64 [num_seqs, tokens of each], or a span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,19 +351,6 @@ class _Calls:
     num_tokens: int
     read: Tensor | None
     write: Tensor | None
-    _batches: list[object] = field(default_factory=list)  # of each piece
-
-    def slots(self, operations: Operations, tensor: StateTensor) -> object:
-        """The states in a tensor, for a single call. O(sequences * pieces) for the first one."""
-        if self.read is not None and not self._batches:
-            shape = self.read.shape[::-1]
-            sides = self.read.new_full((2, *shape), -1, dtype=torch.int32)
-            sides[0].copy_(self.read.t())
-            if self.write is not None:
-                sides[1].copy_(self.write.t())
-            for reads, writes in zip(*sides, strict=True):
-                self._batches.append(operations.batch(reads, writes, self.num_tokens))
-        return operations.slots(tensor.blocks, self._batches[tensor.piece])
 
 
 class RecurrentPass(ReportedLength):
@@ -339,8 +360,8 @@ class RecurrentPass(ReportedLength):
 
     Args:
         tensors: the states of all sequences.
-        step: the rows of each sequence, and its blocks.
-        operations: step the states where they can; None: modules do.
+        step: the rows of each sequence, and its blocks; None: all modules have `Stepping`.
+        steps: compute with the states of modules that have `Stepping`; None: these modules do.
         token_by_token: a module cannot compute several tokens from a state in one call.
         length: what layers that ask for the number of tokens before the pass are told.
         packed: names of arguments that describe the packed rows; modules with a state get None.
@@ -356,9 +377,9 @@ class RecurrentPass(ReportedLength):
     def __init__(
         self,
         tensors: StateTensors,
-        step: StateStep,
+        step: StateStep | None,
         *,
-        operations: Operations | None = None,
+        steps: Steps | None = None,
         token_by_token: bool = False,
         length: int | Tensor = 0,
         packed: frozenset[str] = frozenset(),
@@ -366,9 +387,11 @@ class RecurrentPass(ReportedLength):
         super().__init__(length)
         self.tensors = tensors
         self.packed = packed
-        self.operations = operations
-        self.num_rows = sum([run.num_known + run.num_drafts for run in step.runs])
-        self.batches = _batches(step, token_by_token=token_by_token)
+        self.steps = steps
+        runs = () if step is None else step.runs
+        self.num_rows = sum([run.num_known + run.num_drafts for run in runs])
+        self._step, self._token_by_token = step, token_by_token
+        self._batches: list[list[_Calls]] | None = None
         self.calling: _Rows | None = None
         self.outputs: list[tuple[nn.Module, Any]] | None = None
         self.mark: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None
@@ -388,20 +411,31 @@ class RecurrentPass(ReportedLength):
             return key, value
         return self.kv_cache.update(key, value, layer_idx, **named)
 
+    @property
+    def batches(self) -> list[list[_Calls]]:
+        """The calls of a module without `Stepping`. O(sequences) for the first one."""
+        if self._batches is None:
+            step = self._step or StateStep((), torch.empty(0), None)
+            self._batches = _batches(step, token_by_token=self._token_by_token)
+        return self._batches
+
     @classmethod
-    def of_fresh(cls, lengths: Iterable[int], length: int | Tensor = 0) -> "RecurrentPass":
+    def of_fresh(
+        cls, lengths: Iterable[int], length: int | Tensor = 0, steps: Steps | None = None
+    ) -> "RecurrentPass":
         """A pass of sequences that start from zeros and store nothing. O(sequences).
 
         Args:
             lengths: the tokens of each.
             length: see the class.
+            steps: see the class.
         """
         runs, start = [], 0
         for count in lengths:
             runs.append(Run(start, count, 0, has_state=False))
             start += count
         nothing = torch.zeros((len(runs), 0), dtype=torch.int64)
-        return cls({}, StateStep(tuple(runs), nothing, None), length=length)
+        return cls({}, StateStep(tuple(runs), nothing, None), length=length, steps=steps)
 
     def in_call(self, values: Tensor) -> Tensor:
         """Values of all rows, [num_rows, ...], for the layers inside a module with a state.
@@ -479,41 +513,38 @@ class _Divided:
         passing = next((value for value in given if isinstance(value, RecurrentPass)), None)
         if passing is None:
             return self._forward(*args, **kwargs)
-        if passing.mark is not None:
+        is_stepped = passing.steps is not None and self.stepping is not None
+        if passing.mark is not None and not is_stepped:
             return passing.mark(self, args, kwargs)
         kwargs = {n: None if n in passing.packed else value for n, value in kwargs.items()}
-        parts: list[tuple[_Rows, Any]] = []
-        for batch in passing.batches:
-            cache = HeldStates(passing.tensors, batch[0].read)
-            for calls in batch:
-                forward = self._prepare(cache, calls, passing.operations)
-                for rows in calls.rows:
-                    own, named = _picked((args, kwargs), rows, passing.num_rows, cache)
-                    passing.calling = rows
-                    try:
-                        parts.append((rows, forward(*own, **named)))
-                    finally:
-                        passing.calling = None
-                if calls.write is not None:
-                    cache.store(calls.write)
-        output = _joined(parts, passing.num_rows)
+        if passing.steps is not None and self.stepping is not None:
+            packed = PackedStates(passing.steps)
+            own, named = _picked((args, kwargs), None, 0, packed)
+            output = self.stepping.forward(*own, **named)
+        else:
+            output = self._divided(passing, args, kwargs)
         if passing.outputs is not None:
             passing.outputs.append((self._module, output))
         return output
 
-    def _prepare(
-        self, cache: HeldStates, calls: _Calls, operations: Operations | None
-    ) -> Callable[..., Any]:
-        """Choose which states the cache gives as slots, and the forward that takes them."""
-        cache.kinds, step = frozenset(), self.stepping
-        if step is None or operations is None or calls.read is None:
-            return self._forward
-        most = _FEW_ON_GPU if calls.read.is_cuda else _FEW
-        if calls.num_tokens > most or len(calls.rows) > 1:
-            return self._forward
-        cache.kinds = step.single if calls.num_tokens == 1 else step.several
-        cache.slots_in = partial(calls.slots, operations)
-        return step.forward if cache.kinds else self._forward
+    def _divided(
+        self, passing: RecurrentPass, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401
+        """Call the module's own forward, sequence by sequence."""
+        parts: list[tuple[_Rows, Any]] = []
+        for batch in passing.batches:
+            cache = HeldStates(passing.tensors, batch[0].read)
+            for calls in batch:
+                for rows in calls.rows:
+                    own, named = _picked((args, kwargs), rows, passing.num_rows, cache)
+                    passing.calling = rows
+                    try:
+                        parts.append((rows, self._forward(*own, **named)))
+                    finally:
+                        passing.calling = None
+                if calls.write is not None:
+                    cache.store(calls.write)
+        return _joined(parts, passing.num_rows)
 
 
 def _taken(values: Tensor, rows: _Rows) -> Tensor:
@@ -523,10 +554,10 @@ def _taken(values: Tensor, rows: _Rows) -> Tensor:
     return values[rows.rows].reshape(*rows[1:], *values.shape[1:])
 
 
-def _picked(value: Any, rows: _Rows, num_rows: int, cache: HeldStates) -> Any:  # noqa: ANN401
-    """Arguments of some rows, with the cache of their sequences."""
+def _picked(value: Any, rows: _Rows | None, num_rows: int, cache: object) -> Any:  # noqa: ANN401
+    """Arguments of some rows, or None: of all, with the cache of their sequences."""
     if isinstance(value, Tensor):
-        if value.shape[:2] != (1, num_rows):
+        if rows is None or value.shape[:2] != (1, num_rows):
             return value
         return _taken(value[0], rows)
     if isinstance(value, RecurrentPass):
@@ -589,6 +620,13 @@ def stepping_of(module: nn.Module) -> Stepping | None:
     return module.forward.stepping if isinstance(module.forward, _Divided) else None
 
 
+def drop_stepping(modules: Iterable[nn.Module]) -> None:
+    """Let divided modules compute with their states themselves. O(modules)."""
+    for module in modules:
+        if isinstance(module.forward, _Divided):
+            module.forward.stepping = None
+
+
 def is_divided(network: nn.Module) -> bool:
     """Whether some modules of a network are wrapped. O(modules)."""
     return any(isinstance(module.forward, _Divided) for module in network.modules())
@@ -646,8 +684,8 @@ class _Spied(HeldStates):
         return super()._load(key)
 
     def update_recurrent_state(
-        self, recurrent_states: object, layer_idx: int, state_idx: int = 0, **more: object
-    ) -> object:
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **more: object
+    ) -> Tensor:
         """As `HeldStates`. O(1)."""
         self._spy.ask(StateKey(layer_idx, "recurrent", state_idx))
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **more)

@@ -10,6 +10,7 @@ Does not know: caches of a running engine, requests.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,8 +22,10 @@ from kvcore.adapters.recurrent.passes import (
     RecurrentPass,
     Run,
     Spy,
+    StateRows,
     StateStep,
     divide,
+    drop_stepping,
     stepping_of,
 )
 from kvcore.adapters.recurrent.states import StateShape, StateTensors, aligned, state_views
@@ -42,8 +45,8 @@ class Recurrence:
             cache of our own.
         token_by_token: where a sequence is continued, modules get one token a call.
         operations: step the states where they can; None: modules do.
-        takes_slots: whether they step all states of a pass with one token of each sequence. Then
-            it copies no state, and the host decides nothing in it that depends on the sequences.
+        takes_slots: True if they step all states. Then a pass copies no state, and the host
+            decides nothing in it that depends on the sequences.
         attending: by the index of a layer that attends, the shapes of a token's key and value,
             both [num_kv_heads, head_dim].
         error: why the network did not run; None: it has run.
@@ -57,15 +60,19 @@ class Recurrence:
     error: Exception | None = None
 
     def passing(
-        self, tensors: StateTensors, step: StateStep, packed: frozenset[str] = frozenset()
+        self,
+        tensors: StateTensors,
+        step: StateStep | StateRows,
+        packed: frozenset[str] = frozenset(),
     ) -> RecurrentPass:
-        """The cache of a pass; see `RecurrentPass`. O(sequences)."""
+        """The cache of a pass; see `RecurrentPass`. Rows do if all states are stepped. O(rows)."""
+        if isinstance(step, StateRows):
+            rows, of_runs = step, None
+        else:
+            rows, of_runs = step.rows(), step
+        steps = None if self.operations is None else self.operations.steps(tensors, rows)
         return RecurrentPass(
-            tensors,
-            step,
-            operations=self.operations,
-            token_by_token=self.token_by_token,
-            packed=packed,
+            tensors, of_runs, steps=steps, token_by_token=self.token_by_token, packed=packed
         )
 
 
@@ -113,12 +120,17 @@ def find_states(
                 f"{type(module).__name__} does both"
             )
     divide(modules, operations)
+    drop_stepping(
+        module
+        for key, module in spy.modules.items()
+        if (step := stepping_of(module)) is not None and key.kind not in step.kinds
+    )
     shapes, left = [], []
     for key, state in sorted(spy.cache.held.items()):
         step = stepping_of(spy.modules[key])
         is_transposed = step is not None and state.dim() > 2 and key.kind in step.transposed
         shapes.append(StateShape(key, tuple(state.shape[1:]), state.dtype, is_transposed))
-        if step is None or key.kind not in step.single:
+        if step is None:
             left.append(key)
     return Recurrence(tuple(shapes), takes_slots=not left, attending=spy.layers)
 
@@ -162,14 +174,13 @@ def _with_operations(
     operations: Operations | None,
 ) -> Recurrence:
     """The same with operations on states, if they give the network's results."""
-    without = replace(found, takes_slots=False)
-    if operations is None:
-        return without
     stepped = replace(found, operations=operations)
-    try:
-        return stepped if _failing(network, device, stepped) is None else without
-    except Exception:  # noqa: BLE001  # of a class of Transformers, or an operation that does not fit
-        return without
+    with suppress(Exception):  # of a class of Transformers, or an operation that does not fit
+        if operations is not None and _failing(network, device, stepped) is None:
+            return stepped
+    drop_stepping(network.modules())
+    shapes = tuple([replace(shape, is_transposed=False) for shape in found.shapes])
+    return replace(found, shapes=shapes, takes_slots=False)
 
 
 class _Apart:

@@ -2,8 +2,9 @@
 
 A module passes the states that its cache gives to functions named in its forward:
 `causal_conv1d_update`, `torch_recurrent_gated_delta_rule`, `mamba2_selective_state_update` and so
-on. Here are others with their parameters. They take `Slots` in place of states, and the backend
-reads and writes the states where they lie: no copy, and one call for all sequences.
+on. Here are others with their parameters. They take `SteppedState` in place of states and all rows
+of a pass as one sequence, and the backend reads and writes the states where they lie: no copy, and
+one call for all sequences.
 
 Decides: which function is replaced, by its parameters alone; there is no list of classes.
 
@@ -16,47 +17,73 @@ Does not know: whether a replacement gives the network's results (`probe.py` com
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 import backends
-from kvcore.adapters.recurrent.passes import Stepping
+from kvcore.adapters.recurrent.passes import Continued, StateRows, SteppedState, Stepping
+from kvcore.adapters.recurrent.states import StateKey, StateTensors
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """The states of some sequences, where they lie.
+class BackendSteps:
+    """The operations of a backend on the states of one pass.
 
-    Attributes:
+    Args:
         backend: has operations on states.
-        blocks: [num_blocks, *shape], see `StateTensor`.
-        batch: which of them are read and written.
+        tensors: the states of all sequences.
+        rows: of the pass.
     """
 
-    backend: backends.StateBackend
-    blocks: Tensor
-    batch: backends.StateBatch
+    def __init__(
+        self, backend: backends.StateBackend, tensors: StateTensors, rows: StateRows
+    ) -> None:
+        self._backend = backend
+        self._tensors = tensors
+        starts, stored = rows.query_start_loc, rows.num_stored
+        self._batches = [  # of each piece
+            backends.StateBatch(read, write, starts, stored)
+            for read, write in zip(rows.read, rows.write, strict=True)
+        ]
 
-    def to(self, *_: object, **__: object) -> "Slots":
-        """Themselves, for modules that convert what they store. O(1)."""
-        return self
+    def convolve(self, key: StateKey, rows: Tensor, terms: backends.ShortConvTerms) -> Tensor:
+        """See `Steps`. O(its bytes)."""
+        piece, blocks = self._tensors[key].piece, self._tensors[key].blocks
+        step = self._backend.short_conv_step
+        return step(rows, blocks.transpose(1, 2), self._batches[piece], terms)
+
+    def attend(
+        self, key: StateKey, rows: backends.LinearRows, terms: backends.LinearAttentionTerms
+    ) -> Tensor:
+        """See `Steps`. O(its bytes)."""
+        piece, blocks = self._tensors[key].piece, self._tensors[key].blocks
+        blocks = blocks if terms.delta_rule else blocks.transpose(-1, -2)
+        return self._backend.linear_attention_step(*rows, blocks, self._batches[piece], terms)
 
 
 def _convolve(
+    hidden_states: Continued,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: object,
+) -> Tensor:
+    """The inputs of all rows, [1, channels, num_rows]."""
+    terms = backends.ShortConvTerms(weight, bias, {None: False, "silu": True}[activation])
+    (inputs, state) = hidden_states
+    return state.steps.convolve(state.key, inputs[0].t(), terms).t()[None]
+
+
+def _convolve_one(
     hidden_states: Tensor,
-    conv_state: Slots,
+    conv_state: SteppedState,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """One input of each sequence, [num_seqs, channels, 1]."""
-    terms = backends.ShortConvTerms(weight, bias, {None: False, "silu": True}[activation])
-    rows, blocks = hidden_states[..., 0], conv_state.blocks.transpose(1, 2)
-    step = conv_state.backend.short_conv_step
-    return step(rows, blocks, conv_state.batch, terms)[..., None]
+    """The inputs of a single row likewise."""
+    return _convolve(Continued(hidden_states, conv_state), weight, bias, activation)
 
 
 def _attend(
@@ -65,22 +92,22 @@ def _attend(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Slots,
+    initial_state: SteppedState,
     *,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
-) -> tuple[Tensor, Slots | None]:
-    """Some tokens of each sequence with the gated delta rule, [num_seqs, tokens, heads, dim]."""
-    scale, step = key.shape[-1] ** -0.5, initial_state.backend.linear_attention_step
+) -> tuple[Tensor, SteppedState | None]:
+    """All rows with the gated delta rule, [1, num_rows, heads, dim]."""
+    scale, state = key.shape[-1] ** -0.5, initial_state
     terms = backends.LinearAttentionTerms(scale, delta_rule=True, l2norm=use_qk_l2norm_in_kernel)
-    q, k, v, decay, rate = _flat((query, key, value, g, beta))
-    out = step(q, k, v, decay, rate, initial_state.blocks, initial_state.batch, terms)
-    return out.view(value.shape), initial_state if output_final_state else None
+    rows = query[0], key[0], value[0], g[0], beta[0]
+    out = state.steps.attend(state.key, rows, terms)[None]
+    return out, state if output_final_state else None
 
 
 def _update(
-    state: Slots,
+    state: SteppedState,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,  # noqa: N803  # parameters are known by their names
@@ -91,7 +118,7 @@ def _update(
     z: Tensor | None = None,
     **_: object,
 ) -> Tensor:
-    """One token of each sequence with Mamba2's rule, [num_seqs, heads, head_dim].
+    """A single row with Mamba2's rule, [1, heads, head_dim].
 
     What comes for each number of a head is the same for all of them.
     """
@@ -106,20 +133,19 @@ def _scan(
     A: Tensor,  # noqa: N803
     B: Tensor,  # noqa: N803
     C: Tensor,  # noqa: N803
-    initial_states: Slots,
+    initial_states: SteppedState,
     D: Tensor | None = None,  # noqa: N803
     dt_bias: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     **_: object,
-) -> tuple[Tensor, Slots]:
-    """Some tokens of each sequence likewise, [num_seqs, tokens, heads, head_dim]."""
-    rows = (C, B, hidden_states, dt)
-    out = _mamba2(initial_states, rows, A, dt_bias, D, dt_limit)
-    return out.view(hidden_states.shape), initial_states
+) -> tuple[Tensor, SteppedState]:
+    """All rows likewise, [1, num_rows, heads, head_dim]."""
+    rows = C[0], B[0], hidden_states[0], dt[0]
+    return _mamba2(initial_states, rows, A, dt_bias, D, dt_limit)[None], initial_states
 
 
 def _mamba2(
-    slots: Slots,
+    state: SteppedState,
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
     a: Tensor,
     bias: Tensor | None,
@@ -129,14 +155,7 @@ def _mamba2(
     gate = backends.DecayGate(a, None if bias is None else bias.float(), limits)
     skip = None if skip is None else skip.float()
     terms = backends.LinearAttentionTerms(1.0, delta_rule=False, gate=gate, skip=skip)
-    query, key, value, decay = _flat(rows) if rows[0].dim() > 3 else rows
-    step, blocks = slots.backend.linear_attention_step, slots.blocks.transpose(-1, -2)
-    return step(query, key, value, decay, None, blocks, slots.batch, terms)
-
-
-def _flat(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """[num_seqs, tokens, ...] to [num_seqs * tokens, ...]."""
-    return tuple([each.flatten(0, 1).contiguous() for each in rows])
+    return state.steps.attend(state.key, (*rows, None), terms)
 
 
 class _Replacement(NamedTuple):
@@ -144,22 +163,22 @@ class _Replacement(NamedTuple):
     parameters: frozenset[str]  # that a function replaced by it has
     kind: str  # of the states that it takes
     is_transposed: bool  # the operation takes their last two dimensions exchanged
-    takes_several: bool  # tokens of each sequence
 
 
 def _replacement(
-    function: Callable[..., object], kind: str, more: str = "", **how: bool
+    function: Callable[..., object], kind: str, more: str = "", *, is_transposed: bool
 ) -> _Replacement:
     own = inspect.signature(function).parameters.values()
     names = {one.name for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD}
-    return _Replacement(function, frozenset({*names, *more.split()}), kind, **how)
+    return _Replacement(function, frozenset({*names, *more.split()}), kind, is_transposed)
 
 
-_REPLACEMENTS = (
-    _replacement(_convolve, "conv", is_transposed=True, takes_several=False),
-    _replacement(_attend, "recurrent", is_transposed=False, takes_several=True),
-    _replacement(_update, "recurrent", "dt_softplus", is_transposed=True, takes_several=False),
-    _replacement(_scan, "recurrent", "chunk_size", is_transposed=True, takes_several=True),
+_REPLACEMENTS = (  # the first one fits
+    _replacement(_convolve_one, "conv", is_transposed=True),
+    _replacement(_convolve, "conv", is_transposed=True),
+    _replacement(_attend, "recurrent", is_transposed=False),
+    _replacement(_update, "recurrent", "dt_softplus", is_transposed=True),
+    _replacement(_scan, "recurrent", "chunk_size", is_transposed=True),
 )
 
 
@@ -177,23 +196,18 @@ class BackendOperations:
     def stepping(self, module: nn.Module) -> Stepping | None:
         """See `Operations`. O(names)."""
         forward, functions = _functions(module)
-        found = {name: one for name, each in functions.items() for one in _replacements(each)}
+        found = {name: one[0] for name, each in functions.items() if (one := _replacements(each))}
         if not found:
             return None
         return Stepping(
             _rebound(module, forward, {name: one.function for name, one in found.items()}),
             frozenset(one.kind for one in found.values()),
-            frozenset(one.kind for one in found.values() if one.takes_several),
             frozenset(one.kind for one in found.values() if one.is_transposed),
         )
 
-    def batch(self, read: Tensor, write: Tensor, num_tokens: int) -> backends.StateBatch:
-        """See `Operations`. O(1)."""
-        return backends.StateBatch(read, write, num_tokens)
-
-    def slots(self, blocks: Tensor, batch: backends.StateBatch) -> Slots:
-        """See `Operations`. O(1)."""
-        return Slots(self.backend, blocks, batch)
+    def steps(self, tensors: StateTensors, rows: StateRows) -> BackendSteps:
+        """See `Operations`. O(pieces)."""
+        return BackendSteps(self.backend, tensors, rows)
 
 
 def use_pytorch(module: nn.Module) -> None:

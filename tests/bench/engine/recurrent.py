@@ -35,7 +35,9 @@ def add_flags(parser):
     parser.add_argument("--context", type=int, default=1024, help="tokens of each (default: 1024)")
     parser.add_argument("--steps", type=int, default=64, help="of a round")
     parser.add_argument("--chat", type=int, default=16_384, help="tokens of the first turn")
-    parser.add_argument("--message", type=int, default=64, help="tokens that the second turn adds")
+    parser.add_argument(
+        "--message", type=int, nargs="+", default=[8, 64, 256], help="tokens of a second turn"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=HEADINGS)
     parser.add_argument("--no-compile", action="store_true", help="ready half a minute earlier")
@@ -132,25 +134,26 @@ def _decode(name, engine, how, options, speed):
 
 
 def _turns(engines, options):
-    first = 256 if options.quick else options.chat
-    most = first + 8 + options.message
-    runs = [
-        (Subject(name, None, is_ours=name == options.model), partial(_turn, engine, first, options))
-        for name, engine in engines.items()
-    ]
-    rounds = 1 if options.quick else options.rounds
-    name = f"{first} tokens, 8 of an answer, {options.message} of a message."
-    case = Case("turn", name, runs, rounds, 1, queried=most, possible=most)
-    yield from measure(case)
+    first, rounds = (256, 1) if options.quick else (options.chat, options.rounds)
+    for message in options.message[: 1 if options.quick else None]:
+        runs = [
+            (
+                Subject(name, None, is_ours=name == options.model),
+                partial(_turn, engine, first, message),
+            )
+            for name, engine in engines.items()
+        ]
+        most, name = first + 8 + message, f"{first} tokens, 8 of an answer, {message} of a message."
+        yield from measure(Case("turn", name, runs, rounds, 1, queried=most, possible=most))
 
 
-def _turn(engine, first, options):
+def _turn(engine, first, message):
     """Nanoseconds from the second turn's request to its first token, and the tokens that it hit."""
     seed = engine.stats.num_steps
     prompt = _tokens(engine, first, seed)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     [done] = engine.generate([prompt], params)
-    prompt += [*done.request.output_tokens, *_tokens(engine, options.message, seed + 1)]
+    prompt += [*done.request.output_tokens, *_tokens(engine, message, seed + 1)]
     before = engine.stats.num_hit_tokens
     _wait(engine)
     begin = time.perf_counter_ns()

@@ -90,7 +90,10 @@ def _step(
 
     state = random(2 * num_seqs, *case.shape).to(kind if is_conv else torch.float32)
     slots = torch.randperm(2 * num_seqs, device=device)[:num_seqs].int()
-    batch = StateBatch(slots, slots, num_tokens)
+    starts = None
+    if num_tokens > 1:
+        starts = torch.arange(0, rows + 1, num_tokens, dtype=torch.int32, device=device)
+    batch = StateBatch(slots, slots, starts)
     size = 2 * num_seqs * state[0].nbytes
     if is_conv:
         channels, width = case.heads

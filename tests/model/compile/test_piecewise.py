@@ -1,24 +1,35 @@
 """A traced network in compiled pieces: near the same numbers, each kind compiled once."""
 
 import operator
+import random
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
+from torch._subclasses import FakeTensorMode
 
 import backends
+from kvcore.adapters.recurrent import StateKey, StateRows
+from kvcore.adapters.recurrent.state_functions import BackendOperations
+from kvcore.adapters.recurrent.states import StateTensor
 from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.attention.batch import prompt_step
-from model.compile.piecewise import PiecewiseNetwork, _laid_out, compile_piecewise
-from model.compile.traced_network import trace_network
+from model.compile.piecewise import (
+    PiecewiseNetwork,
+    _laid_out,
+    _NoAttention,
+    compile_piecewise,
+)
+from model.compile.traced_network import Mixing, trace_network
+from model.compile.traced_states import MarkedSteps, MixingSteps
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from model.forward.lora import Adapters
 from model.forward.warm_up import prepare_network
-from model.load.recurrence import find_states
+from model.load.recurrence import find_states, probe_recurrence
 from tests.model.compile.test_traced_network import CPU, Telling, switched
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
@@ -75,6 +86,92 @@ def test_modules_with_states_are_called_between_the_pieces():
         ids, positions, rows = inputs(*size)
         assert agree(traced, pieces, (ids % 300, positions, rows))
         pieces.settle()
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5TextConfig", "FalconH1Config", "Lfm2MoeConfig"])
+@pytest.mark.usefixtures("nothing_is_compiled_twice")
+def test_what_surrounds_states_that_a_backend_steps_is_in_the_pieces(kind):
+    network = build_network(make_config(kind, ""), 1).network
+    assert probe_recurrence(network, backends.get_backend("numba")).takes_slots
+    traced = trace_network(network, CPU)
+    pieces = compile_piecewise(traced, "eager")
+    assert len(traced.recurrent) == (1 if kind == "Lfm2MoeConfig" else 4 if "H1" in kind else 2)
+    for size in ((8, [0, 3, 7]), (5, [0, 1, 2, 3, 4]), (2, [1]), (1, [0]), (30, [0, 29])):
+        ids, positions, rows = inputs(*size)
+        assert agree(traced, pieces, (ids % 300, positions, rows))
+        pieces.settle()
+
+
+def is_like(got, marked):
+    """Whether a result lies in memory as a mark in a trace says: compiled code relies on it."""
+    steps = [
+        [step for step, size in zip(each.stride(), each.shape, strict=True) if size > 1]
+        for each in (got, marked)
+    ]
+    return (got.shape, got.dtype) == (marked.shape, marked.dtype) and steps[0] == steps[1]
+
+
+@given(seed=st.integers(0, 1 << 20), tokens=st.integers(1, 5))
+def test_what_is_called_between_pieces_gives_the_strides_that_the_trace_says(seed, tokens):
+    """Of arguments as a backend takes them: parts of wider rows, heads first, steps of two."""
+    draw = random.Random(seed)
+
+    def strided(*shape, dtype=torch.float32):
+        order = [*draw.sample(range(len(shape) - 1), len(shape) - 1), len(shape) - 1]
+        step = [draw.choice([1, 1, 2]) for _ in shape[1:]] + [1]
+        wide = [shape[d] * step[d] + draw.choice([0, 3]) for d in order]
+        made = torch.rand(wide, dtype=dtype).permute([order.index(d) for d in range(len(shape))])
+        return made[tuple(slice(0, n * s, s) for n, s in zip(shape, step, strict=True))]
+
+    ops, terms = torch.ops.kvcore_trace, backends.AttentionTerms(0.5)
+    query, key, value = (strided(tokens, heads, 8) for heads in (4, 2, 2))
+    marked = ops.attend(query, key, value, 0, None)
+    for paged in (Mixing(), _NoAttention()):
+        assert is_like(paged.attend(0, query, key, value, terms), marked)
+    cache = backends.KVCache(*torch.zeros(2, 3, 4, 2, 8).unbind())
+    batch = prompt_step(tokens, 1, 4, 1, CPU).paged[0]
+    real = backends.get_backend("numba").paged_attention(query, cache, batch, terms)
+    assert is_like(real, marked)
+    gate = backends.DecayGate(torch.rand(4), torch.rand(4))
+    conv = backends.ShortConvTerms(torch.rand(6, 3))
+    linear = backends.LinearAttentionTerms(1.0, delta_rule=False, gate=gate, skip=torch.rand(4))
+    rows = (*(strided(tokens, heads, 8) for heads in (2, 2, 4)), strided(tokens, 4), None)
+    x, keys = strided(tokens, 6), [StateKey(0, "conv", 0), StateKey(0, "recurrent", 0)]
+    tensors = {
+        keys[0]: StateTensor(0, torch.zeros(2, 2, 6).transpose(1, 2)),
+        keys[1]: StateTensor(0, torch.zeros(2, 4, 8, 8).transpose(2, 3)),
+    }
+    nowhere = torch.full((1, 1), -1, dtype=torch.int32)
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    where = StateRows(nowhere, nowhere, starts, starts[1:])
+    own = BackendOperations(backends.get_backend("numba")).steps(tensors, where)
+    marks = MarkedSteps([])
+    for steps in (MixingSteps(), own):
+        assert is_like(steps.convolve(keys[0], x, conv), marks.convolve(keys[0], x, conv))
+        assert is_like(steps.attend(keys[1], rows, linear), marks.attend(keys[1], rows, linear))
+
+
+@given(seed=st.integers(0, 1 << 20), rows=st.integers(1, 4))
+@settings(max_examples=5, deadline=None)
+def test_our_operators_have_the_strides_that_compiled_code_expects(seed, rows):
+    """Each operator that a compiled piece may contain, fake and real, of any strides."""
+    draw = random.Random(seed)
+    wide = torch.rand(2 * rows, 3, 16)
+    x = wide[:: draw.choice([1, 2])][:rows, :, : draw.choice([8, 16]) : draw.choice([1, 2])]
+    x = x.transpose(0, 1) if draw.random() < 0.5 else x
+    ops = torch.ops.kvcore_layers
+    calls = [
+        lambda x: ops.enter(x, 0, 0), lambda x: ops.leave(x, 0), lambda x: ops.repeat([x], 0),
+        lambda x: torch.ops.kvcore_trace.recur([x], 0, [5], torch.float32),
+        lambda x: torch.ops.kvcore_trace.step([x], 0, 0),
+    ]  # fmt: skip
+    for call in calls:
+        with FakeTensorMode() as mode:
+            fake = call(mode.from_tensor(x))
+        assert is_like(call(x), fake)
+        torch._dynamo.reset()
+        whole = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert is_like(whole(x), fake)
 
 
 @pytest.mark.usefixtures("nothing_is_compiled_twice")

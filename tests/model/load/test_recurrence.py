@@ -156,7 +156,7 @@ def test_each_kind_of_state_is_stepped_by_the_backend(name, dtype):
 def stepped_kinds(module):
     """The states that operations take in place of a module's functions."""
     step = getattr(module.forward, "stepping", None)
-    return step.single if step else ()
+    return step.kinds if step else ()
 
 
 def test_one_class_stands_for_all_its_modules(monkeypatch):
