@@ -285,8 +285,9 @@ def _check_fp8(path: Path, config: PreTrainedConfig, stored: Mapping[str, Stored
             continue
         grid = stored[scales].shape
         if len(grid) == 2:
-            fits = not any(length % count for length, count in zip(tensor.shape, grid, strict=True))
-            if isinstance(sizes, list) and len(sizes) == 2:
+            lengths = zip(tensor.shape, grid, strict=True)
+            fits = all(count and length % count == 0 for length, count in lengths)
+            if isinstance(sizes, list) and [*map(type, sizes)] == [int, int] and 0 not in sizes:
                 fits = fits or _spanned(grid, sizes) == _padded(tensor.shape, sizes)
         else:
             count, rows = stored[scales].num_elements, tensor.shape[0]

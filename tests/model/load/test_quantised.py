@@ -224,7 +224,7 @@ def test_a_file_of_modelopt_that_is_broken_is_named(tmp_path):
         assert "hf_quant_config.json" in refusal(folder)
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (7, 1), (2, 5), (1, 1, 2)])
+@pytest.mark.parametrize("shape", [(2,), (3,), (7, 1), (2, 5), (1, 1, 2), (0, 1), (1, 0)])
 def test_fp8_scales_of_an_unknown_shape_are_refused_by_their_name(tmp_path, shape):
     folder = written(tmp_path, "FP8 static")
     tensors = load_file(folder / "model.safetensors")
@@ -232,6 +232,17 @@ def test_fp8_scales_of_an_unknown_shape_are_refused_by_their_name(tmp_path, shap
     save_file(tensors | {name: torch.ones(shape)}, folder / "model.safetensors")
     assert f"{name}: wanted a scale for the matrix" in refusal(folder)
     assert f"got the shape {list(shape)} for [192, 384]" in refusal(folder)
+
+
+@pytest.mark.parametrize("sizes", [[0, 16], ["16", 16], [16, None], [16]])
+def test_fp8_scales_beside_sizes_that_no_block_has_are_refused(tmp_path, sizes):
+    folder = written(tmp_path, "FP8 static")
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    changed(folder, quantization_config=settings | {"weight_block_size": sizes})
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    save_file(tensors | {name: torch.ones(7, 1)}, folder / "model.safetensors")
+    assert f"{name}: wanted a scale for the matrix" in refusal(folder)
 
 
 def test_scales_beside_weights_that_are_not_quantised_are_refused(tmp_path):
