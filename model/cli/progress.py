@@ -44,6 +44,8 @@ def telling(work: str) -> Iterator[None]:
 
     def tell(waited_s: float) -> None:
         nonlocal took_s
+        if is_over:  # it fired while it was cancelled
+            return
         took_s += waited_s
         with contextlib.suppress(OSError, ValueError):  # a stderr that is full or closed
             say(f"{work} ..." if waited_s == _PATIENCE_S else f"{work} ... {took_s:.0f} s so far")
