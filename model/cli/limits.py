@@ -18,13 +18,15 @@ from model.errors import ModelError, UsageError
 _TEXTS = {
     os.strerror(errno.ENFILE): "",  # the system's limit: its own words say so
     os.strerror(errno.EMFILE): "NOFILE",
-    os.strerror(errno.EAGAIN): "NPROC",  # a fork
     "can't start new thread": "NPROC",
     os.strerror(errno.ENOMEM): "AS",
     "can't allocate memory": "AS",  # torch
     "failed to map segment": "AS",  # the loader of shared objects
 }
 """Parts of messages, and the limit that each tells of."""
+
+_AGAIN = os.strerror(errno.EAGAIN)
+"""The message of a fork or a thread that fails, and also of sockets and of locks of files."""
 
 _WORDS = {
     "NOFILE": ("too many open files", "ulimit -n", 1, "ulimit -n 65536"),
@@ -88,6 +90,10 @@ def _kind(error: BaseException) -> str | None:
         return None
     if isinstance(error, MemoryError):
         return "AS"
+    if isinstance(error, OSError) and error.errno == errno.EAGAIN and error.filename is None:
+        return "NPROC" if error.strerror == _AGAIN else None
+    if isinstance(error, RuntimeError) and _AGAIN in str(error):  # of C++
+        return "NPROC"
     told = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
     return next((kind for text, kind in _TEXTS.items() if text in told), None)
 
