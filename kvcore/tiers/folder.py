@@ -98,7 +98,7 @@ class Folder:
         self.retake()
 
     def retake(self) -> None:
-        """See `Segments.retake`. A path that was removed is not made again.
+        """Take the files again, as `Segments` says. A path that was removed is not made again.
 
         It may be where a device was mounted that is gone.
         """

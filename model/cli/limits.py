@@ -33,7 +33,7 @@ _WORDS = {
     "NPROC": ("no more threads or processes", "ulimit -u", 1, "ulimit -u 65536"),
     "AS": ("out of memory", "ulimit -v", 1024, "ulimit -v unlimited"),
 }
-"""What is used up, the name of the limit, its unit, and what raises it."""
+"""The thing that is used up, the limit's name and unit, and a command that raises it."""
 
 
 def exhausted(error: BaseException) -> str | None:
@@ -50,11 +50,11 @@ def exhausted(error: BaseException) -> str | None:
 
 
 def allow_open_files(least: int, most: int = 65_536) -> None:
-    """Raise the limit of open files as far as the system allows without rights. O(1).
+    """Raise the limit of open files as far as the system allows without privileges. O(1).
 
     Args:
         least: how many the process needs.
-        most: a limit from which on nothing is raised.
+        most: the limit to raise it to; a higher one stays.
 
     Raises:
         UsageError: fewer are allowed.

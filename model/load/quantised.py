@@ -73,7 +73,7 @@ def freeing_at_once() -> Iterator[None]:
 
 @contextmanager
 def reading_scales(config: PreTrainedConfig) -> Iterator[None]:
-    """Transformers reads FP8 matrices in here whose scales are not a grid that divides them.
+    """Have Transformers read FP8 matrices whose scales are not a grid that divides them.
 
     It knows only such grids. A checkpoint may have a scale for the whole matrix, for each row, or
     for each part of a fused matrix. DeepSeek V3 has 576 rows in blocks of 128 in each layer, so the
@@ -115,17 +115,17 @@ def reading_scales(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _padded(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """A shape that holds whole blocks."""
+    """Return a shape rounded up to whole blocks."""
     return [-(-length // size) * size for length, size in zip(shape, sizes, strict=True)]
 
 
 def _spanned(grid: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The shape that the blocks of a grid of scales fill."""
+    """Return the shape that the blocks of a grid of scales fill."""
     return [count * size for count, size in zip(grid, sizes, strict=True)]
 
 
 def _rows_of_scales(num_scales: int, num_rows: int, config: PreTrainedConfig) -> list[int]:
-    """The rows of each of a list of scales; empty if such a list has no known meaning."""
+    """Return how many rows each of a list of scales is for; empty if its meaning is unknown."""
     if num_scales == num_rows:
         return [1] * num_rows
     text = config.get_text_config()
