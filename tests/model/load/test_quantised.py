@@ -134,6 +134,18 @@ def fused(folder):
     return wanted
 
 
+def fused_columns(folder):
+    """The same with a column of scales, which as a grid would divide the matrix evenly."""
+    wanted = fused(folder)
+    tensors = load_file(folder / "model.safetensors")
+    columns = {
+        name: scales[:, None] for name, scales in tensors.items() if name.endswith("weight_scale")
+    }
+    assert columns
+    save_file(tensors | columns, folder / "model.safetensors", metadata={"format": "pt"})
+    return wanted
+
+
 def experts(folder):
     """Mixtral's file has three matrices for each expert, with a scale each; its network has two."""
     torch.manual_seed(0)
@@ -162,7 +174,7 @@ def experts(folder):
     return wanted
 
 
-@pytest.mark.parametrize("make", [fused, experts])
+@pytest.mark.parametrize("make", [fused, fused_columns, experts])
 def test_fp8_parts_of_a_matrix_have_scales_of_their_own(tmp_path, make):
     wanted = make(tmp_path)
     model = load_model(str(tmp_path), CPU)
