@@ -1,4 +1,4 @@
-"""What is going on: a line on stderr, where work without pieces takes a while.
+"""Progress of work without pieces that takes a while: a line on stderr.
 
 Decides: that such a line comes only when the work has taken a while, and again while it goes on:
 what is done at once is not worth one.
