@@ -89,6 +89,8 @@ def _renamed(where: str, fields: Mapping[str, object]) -> dict[str, object]:
         told, most = found.pop("logprobs"), found.pop("top_logprobs", None)
         if told:
             found["logprobs"] = 0 if most is None else most
+        elif most:
+            raise UsageError(f"{where}: top_logprobs: wanted only where logprobs is true")
     return found
 
 

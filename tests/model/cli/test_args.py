@@ -408,6 +408,7 @@ def test_null_in_a_chat_or_a_batch_line_means_not_given(tmp_path):
         ({"messages": CHAT, "tools": []}, "unknown field 'tools'"),
         ({"messages": CHAT, "stream": True}, "stream: wanted false"),
         ({"messages": CHAT, "logprobs": True, "top_logprobs": 99}, "logprobs: wanted"),
+        (batch_line(messages=CHAT, logprobs=False, top_logprobs=3), "top_logprobs: wanted only"),
         ({"prompt": "a", "custom_id": 3}, "custom_id: wanted text, got 3"),
         ({"prompt": "a", "custom_id": "\ud800"}, "custom_id: wanted text that UTF-8 can encode"),
         (batch_line(messages=None), "body: wanted messages, which"),
