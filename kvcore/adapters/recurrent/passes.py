@@ -258,7 +258,7 @@ class HeldLayers:
     cache: HeldStates
 
     def __getitem__(self, layer: int) -> "HeldLayer":
-        """Return the states of a layer. O(1)."""
+        """The states of a layer. O(1)."""
         return HeldLayer(self.cache, layer)
 
 
