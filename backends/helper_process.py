@@ -56,7 +56,7 @@ class HelperProcess(subprocess.Popen[bytes]):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def wait_or_kill(self, patience_s: float) -> None:
-        """Wait for its end; kill it once it has computed for so long, or nothing for so long.
+        """Wait until it ends; kill it once it has computed, or done nothing, for `patience_s`.
 
         Its work is counted in processor time, and that of all that it has started with it: on a
         busy machine a helper is late and not lost. Where that is unknown, time alone counts.

@@ -4,6 +4,7 @@ Decides: the names of the commands. Each is the module of the same command line
 (`python -m kvcore.testing`, `python -m kvcore.wire`), imported when it is chosen.
 """
 
+import os
 import platform
 import sys
 from importlib import import_module
@@ -25,8 +26,24 @@ commands of the package kvcore-engine: kvcore-engine --help, or python -m model 
 """
 
 
+_READER_GONE = 141
+"""The exit code of a command whose output is read no further, as a shell has it."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command with these arguments, by default those of the process; return its exit code."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the interpreter would complain of what it cannot flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
+
+
+def _run(arguments: list[str] | None) -> int:
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in {"version", "--version"}:
         python = f"Python {platform.python_version()}"

@@ -2,7 +2,7 @@
 
 Decides: when the two sides meet. What is asked of the engine waits in an inbox that is emptied
 before every step, so whatever is asked happens between two steps; an engine without requests waits
-there, until the next transfer is to be given up at the longest. What a step gives crosses to the
+there, at most until the next transfer has to be given up. What a step gives crosses to the
 loop in one call. An engine that computes takes the interpreter back before the loop is awake, again
 and again, so after a first token or an end it waits a moment for the loop to take them. And what a
 fault costs: the requests it meets, and no more if the engine still computes a token afterwards.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 import kvcore
-from backends import AttentionTerms, Backend, KVCache, PagedBatch, get_backend
+from backends import AttentionTerms, Backend, BackendError, KVCache, PagedBatch, get_backend
 from model.errors import InvalidArgumentError, ModelError, UnsupportedModelError
 from model.load.loader import load_codec
 from model.tiny import CHECKPOINT_DIR
@@ -136,9 +136,8 @@ class Engine:
         head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         shape = (num_blocks, block_size, config.num_key_value_heads, head_dim)
         zeros = torch.zeros(shape, dtype=model.dtype, device=backend.device)
-        self.caches = [
-            KVCache(zeros.clone(), zeros.clone()) for _ in range(config.num_hidden_layers)
-        ]
+        layers = range(config.num_hidden_layers)
+        self.caches = [KVCache(zeros.clone(), zeros.clone()) for _ in layers]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.num_draft_tokens, self.max_positions = num_draft_tokens, config.max_position_embeddings
         self.generator = torch.Generator(backend.device).manual_seed(0)
@@ -286,12 +285,11 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=0, help="n-gram drafts per step")
     options = parser.parse_args()
     try:
-        backend = get_backend(options.backend)
+        backend, codec = get_backend(options.backend), load_codec(str(options.model))
         model = AutoModelForCausalLM.from_pretrained(options.model)
-        codec = load_codec(str(options.model))
         requests = [Request(codec.encode(text), options.max_tokens) for text in options.prompts]
         Engine(model, backend, num_draft_tokens=options.draft_tokens).generate(requests)
-    except (ModelError, OSError) as error:
+    except (ModelError, BackendError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     for request in requests:
         tokens = request.prompt_tokens + request.output_tokens

@@ -297,4 +297,4 @@ def _result_of(job_id: int, job: Future[JobResult]) -> JobResult:
 
 
 kvcore = DiskTierManager
-"""What `"type": "kvcore"` names."""
+"""The class that `"type": "kvcore"` names."""

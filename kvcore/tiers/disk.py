@@ -160,7 +160,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         self._meaning = Meaning(b"")
 
     def start(self, meaning: Meaning, largest: int) -> None:
-        """See `Tier.start`. O(records): it reads their headers."""
+        """Find the records of the files. O(records): it reads their headers."""
         self._meaning = meaning
         capacity = self.stats.capacity_bytes
         least = SEGMENT_BYTES + RECORD_BYTES + largest
@@ -184,7 +184,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             raise
 
     def get(self, key: Key, length: int) -> memoryview | None:
-        """See `Tier.get`."""
+        """Read a copy. O(length)."""
         with self._lock:
             found = self._entries.get(key)
             if found is None:
@@ -201,7 +201,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             return memoryview(data)[RECORD_BYTES:]
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
-        """See `Tier.put`. O(length), and amortised the same for compactions."""
+        """Write a copy. O(length), and amortised the same for compactions."""
         checksum = checksum_of(payload)
         with self._lock:
             if epoch != self.epoch:
@@ -224,7 +224,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             return True
 
     def forget(self, since: int, keys: Collection[Key]) -> None:
-        """See `Tier.forget`. Where that cannot be written, all is forgotten."""
+        """Forget copies, as `Tier` says; all of them where that cannot be written."""
         with self._lock:
             self.epoch += 1
             if (
@@ -240,7 +240,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
                 self._clear()
 
     def clear(self) -> None:
-        """See `Tier.clear`. O(segments): their files are deleted."""
+        """Forget all copies. O(segments): their files are deleted."""
         with self._lock:
             self.epoch += 1
             self._clear()
@@ -258,7 +258,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
                 self._is_outdated = True
 
     def close(self) -> None:
-        """See `Tier.close`."""
+        """Let go of the files, for good."""
         with self._lock:
             self.epoch += 1
             self.stats.is_enabled = False

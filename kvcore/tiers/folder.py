@@ -84,7 +84,7 @@ class Folder:
         self._lock: int | None = None
 
     def start(self) -> None:
-        """See `Segments.start`."""
+        """Make the folder, if it is not there, and lock it."""
         if fcntl is None:
             raise TierError(
                 "disk tier: wanted a system with POSIX file locks (Linux, macOS), this one has "
@@ -98,7 +98,7 @@ class Folder:
         self.retake()
 
     def retake(self) -> None:
-        """See `Segments.retake`. A path that was removed is not made again.
+        """Take the files again, as `Segments` says. A path that was removed is not made again.
 
         It may be where a device was mounted that is gone.
         """
@@ -129,7 +129,7 @@ class Folder:
         return TierError(f"disk tier: {self.path} cannot be used: {error.strerror}")
 
     def sizes(self) -> dict[int, int]:
-        """See `Segments.sizes`. Files with other names are not looked at."""
+        """Return the size of every segment by its number; files with other names are ignored."""
         found: dict[int, int] = {}
         with os.scandir(self.path) as entries:
             for entry in entries:

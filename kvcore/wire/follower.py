@@ -54,7 +54,7 @@ class FollowerStats:
 
 
 class Follower:
-    """What an index knows of one publisher.
+    """The state of an index about one publisher.
 
     Args:
         publisher: its name in the index.

@@ -181,7 +181,7 @@ class _Group(NamedTuple):
 
 
 class _Publisher:
-    """What is known of one publisher.
+    """The knowledge about one publisher.
 
     Attributes:
         bits: its bit for each layer group that is indexed.
@@ -212,7 +212,7 @@ class _Publisher:
 
 
 class Index:
-    """Who holds which prefixes.
+    """The prefixes that each publisher holds.
 
     What changes it holds a lock, what asks it does not: while a batch is applied, an answer may
     have a part of it.
@@ -529,7 +529,7 @@ class Index:
 
 
 class _Met:
-    """What one question has met on its way.
+    """The publishers that a look-up has met on its way.
 
     Attributes:
         lengths: by bit, how many tokens a group holds from the beginning on.

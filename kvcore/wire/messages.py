@@ -123,7 +123,7 @@ WireEvent = Stored | Removed | Cleared
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one payload says.
+    """The content of one payload.
 
     Attributes:
         time: when it was published, in seconds, by the publisher's clock.
@@ -139,7 +139,7 @@ class Batch:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether it holds all that there is, because it clears what was before."""
+        """True if it holds all that there is, because it clears what was before."""
         return bool(self.events) and isinstance(self.events[0], Cleared)
 
 

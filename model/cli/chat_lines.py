@@ -46,6 +46,11 @@ def unpacked(where: str, entry: Mapping[str, object]) -> dict[str, object]:
     return fields
 
 
+def without_nulls(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields that are given: null means "not given". O(fields)."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def text_of(messages: Sequence[Message]) -> str:
     """Return a conversation as a user reads it. O(its text)."""
     return "\n".join(f"{one['role']}: {one['content']}" for one in messages)
@@ -66,9 +71,10 @@ def _body(where: str, entry: Mapping[str, object]) -> dict[str, object]:
         raise UsageError(f"{where}: url: wanted {' or '.join(_URLS)}, got {shown(url)}")
     if not isinstance(body, dict):
         raise UsageError(f"{where}: body: wanted an object, got {shown(body)}")
-    if _URLS[url] not in body:
+    fields = without_nulls(body)
+    if _URLS[url] not in fields:
         raise UsageError(f"{where}: body: wanted {_URLS[url]}, which {url} needs")
-    return dict(body)
+    return fields
 
 
 def _renamed(where: str, fields: Mapping[str, object]) -> dict[str, object]:
@@ -83,6 +89,8 @@ def _renamed(where: str, fields: Mapping[str, object]) -> dict[str, object]:
         told, most = found.pop("logprobs"), found.pop("top_logprobs", None)
         if told:
             found["logprobs"] = 0 if most is None else most
+        elif most:
+            raise UsageError(f"{where}: top_logprobs: wanted only where logprobs is true")
     return found
 
 

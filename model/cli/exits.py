@@ -101,7 +101,7 @@ def in_flags(message: str) -> str:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """What a signal does: one line, and the process is gone."""
+    """End the process at a signal, with one line."""
     _say(word(number))
     _leave(_code(number))
 

@@ -18,7 +18,6 @@ from model.errors import ModelError, UsageError
 _TEXTS = {
     os.strerror(errno.ENFILE): "",  # the system's limit: its own words say so
     os.strerror(errno.EMFILE): "NOFILE",
-    os.strerror(errno.EAGAIN): "NPROC",  # a fork
     "can't start new thread": "NPROC",
     os.strerror(errno.ENOMEM): "AS",
     "can't allocate memory": "AS",  # torch
@@ -26,12 +25,15 @@ _TEXTS = {
 }
 """Parts of messages, and the limit that each tells of."""
 
+_AGAIN = os.strerror(errno.EAGAIN)
+"""The message of a fork or a thread that fails, and also of sockets and of locks of files."""
+
 _WORDS = {
     "NOFILE": ("too many open files", "ulimit -n", 1, "ulimit -n 65536"),
     "NPROC": ("no more threads or processes", "ulimit -u", 1, "ulimit -u 65536"),
     "AS": ("out of memory", "ulimit -v", 1024, "ulimit -v unlimited"),
 }
-"""What is used up, the name of the limit, its unit, and what raises it."""
+"""The thing that is used up, the limit's name and unit, and a command that raises it."""
 
 
 def exhausted(error: BaseException) -> str | None:
@@ -48,11 +50,11 @@ def exhausted(error: BaseException) -> str | None:
 
 
 def allow_open_files(least: int, most: int = 65_536) -> None:
-    """Raise the limit of open files as far as the system allows without rights. O(1).
+    """Raise the limit of open files as far as the system allows without privileges. O(1).
 
     Args:
         least: how many the process needs.
-        most: a limit from which on nothing is raised.
+        most: the limit to raise it to; a higher one stays.
 
     Raises:
         UsageError: fewer are allowed.
@@ -88,6 +90,10 @@ def _kind(error: BaseException) -> str | None:
         return None
     if isinstance(error, MemoryError):
         return "AS"
+    if isinstance(error, OSError) and error.errno == errno.EAGAIN and error.filename is None:
+        return "NPROC" if error.strerror == _AGAIN else None
+    if isinstance(error, RuntimeError) and _AGAIN in str(error):  # of C++
+        return "NPROC"
     told = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
     return next((kind for text, kind in _TEXTS.items() if text in told), None)
 

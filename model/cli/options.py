@@ -137,7 +137,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """What is reported of the steps."""
+    """The settings of the report on steps."""
 
     trace: str | None = setting(
         None,
@@ -188,7 +188,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What a run prints."""
+    """The settings of a run's output."""
 
     stream: bool = setting(False, help="print text as it is generated", is_common=True)
     json: bool = setting(

@@ -1,4 +1,4 @@
-"""What is going on: a line on stderr, where work without pieces takes a while.
+"""Progress of work without pieces that takes a while: a line on stderr.
 
 Decides: that such a line comes only when the work has taken a while, and again while it goes on:
 what is done at once is not worth one.
@@ -44,6 +44,8 @@ def telling(work: str) -> Iterator[None]:
 
     def tell(waited_s: float) -> None:
         nonlocal took_s
+        if is_over:  # it fired while it was cancelled
+            return
         took_s += waited_s
         with contextlib.suppress(OSError, ValueError):  # a stderr that is full or closed
             say(f"{work} ..." if waited_s == _PATIENCE_S else f"{work} ... {took_s:.0f} s so far")

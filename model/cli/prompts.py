@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from model.cli.args import Options, parse_args
-from model.cli.chat_lines import Message, text_of, unpacked
+from model.cli.chat_lines import Message, text_of, unpacked, without_nulls
 from model.cli.options import RequestOptions
 from model.control.grammar import Grammar
 from model.control.params import MAX_INT, SamplingParams
@@ -104,6 +104,7 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
 
 def _spec(where: str, index: int, options: Options, line: Mapping[str, object]) -> PromptSpec:
     """Return the prompt of an entry."""
+    line = without_nulls(line)
     entry = unpacked(where, line)
     _check_known(where, entry)
     messages = cast("tuple[Message, ...]", entry.get("messages", ()))
@@ -116,6 +117,7 @@ def _spec(where: str, index: int, options: Options, line: Mapping[str, object]) 
         for value in getattr(params, name):
             _check_encodable(f"{where}: {name}", value)
     custom_id = cast("str | None", entry.get("custom_id"))
+    _check_encodable(f"{where}: custom_id", custom_id or "")
     return PromptSpec(where, text, params, beside, _images(where, entry), messages, custom_id)
 
 

@@ -1,4 +1,4 @@
-"""What a run came to: numbers, an aligned table, a JSON document.
+"""The results of a run: numbers, an aligned table, a JSON document.
 
 Decides: which numbers are told and how. `flat` is what a cache without blocks would take for the
 same batch: a row for each request that ran at the peak, each row with room for the longest request.

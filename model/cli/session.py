@@ -251,9 +251,9 @@ def _queue(
 
 
 def _heads(specs: Sequence[PromptSpec]) -> list[tuple[str, str]]:
-    """The label and the prompt of every text: 3, or 3.1 and 3.2 where the third has two samples.
+    """Return the label and the prompt of each text: 3.1 and 3.2 where the third has two samples.
 
-    A prompt that has a name of its own is called by it, not by its number.
+    A prompt with a `custom_id` is labelled with it, not with its number.
     """
     return [
         (f"{spec.custom_id or number}" + f".{sample}" * (spec.params.n > 1), spec.text)

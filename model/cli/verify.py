@@ -79,7 +79,7 @@ _LOWER_FIRST = _Way(
 
 
 class _LowerFirst(TorchFunctionMode):
-    """Has `topk` take the lower of the positions of equal scores, which it leaves undefined."""
+    """A mode in which `topk` takes the lower positions of equal scores: PyTorch takes any."""
 
     def __torch_function__(
         self,
@@ -88,7 +88,7 @@ class _LowerFirst(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """A function of PyTorch: its result, or that of a stable order. Its cost."""
+        """Call a function of PyTorch; in place of `topk` sort, which keeps the order of equals."""
         del types
         kwargs = kwargs or {}
         if func not in (torch.topk, Tensor.topk) or kwargs.get("largest") is False:
@@ -185,7 +185,7 @@ def compare(
 
 
 def _other_ways(model: LoadedModel) -> Iterator[_Way]:
-    """The ways to generate that are tried where a request differs, the last the most defined."""
+    """Yield the ways to generate that are tried where a request differs, the best defined last."""
     yield _WITHOUT_CACHE
     if any(name.endswith("indexer") for name, _ in model.network.named_modules()):
         yield _LOWER_FIRST

@@ -333,7 +333,7 @@ class TierTransfers:
 
     @property
     def patience_s(self) -> float | None:
-        """The seconds until `tend` is due though nothing wakes it; None: it is not. O(stores)."""
+        """The seconds until `tend` is due without a wake-up; None: it never is. O(stores)."""
         now_s = self._host.now_s()
         waits_s = [store.deadline_s - now_s for store in self._stores]
         if self._given_up and self._ranks is not None:

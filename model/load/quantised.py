@@ -73,7 +73,7 @@ def freeing_at_once() -> Iterator[None]:
 
 @contextmanager
 def reading_scales(config: PreTrainedConfig) -> Iterator[None]:
-    """Transformers reads FP8 matrices in here whose scales are not a grid that divides them.
+    """Have Transformers read FP8 matrices whose scales are not a grid that divides them.
 
     It knows only such grids. A checkpoint may have a scale for the whole matrix, for each row, or
     for each part of a fused matrix. DeepSeek V3 has 576 rows in blocks of 128 in each layer, so the
@@ -84,6 +84,7 @@ def reading_scales(config: PreTrainedConfig) -> Iterator[None]:
         config: of the network.
     """
     original = Fp8Dequantize._dequantize_one  # noqa: SLF001
+    has_blocks = _has_blocks(config)
 
     def dequantise(
         self: Fp8Dequantize,
@@ -95,9 +96,11 @@ def reading_scales(config: PreTrainedConfig) -> Iterator[None]:
         shape = quantized.shape[-2:]
         if scales.numel() == 1:
             scales = scales.reshape(1, 1)
-        elif scales.ndim == 1 and (counts := _rows_of_scales(len(scales), shape[0], config)):
+        elif _is_list(scales.shape, has_blocks=has_blocks) and (
+            counts := _rows_of_scales(len(scales), shape[0], config)
+        ):
             repeats = torch.tensor(counts, device=scales.device)
-            scales = scales.repeat_interleave(repeats)[:, None]
+            scales = scales.flatten().repeat_interleave(repeats)[:, None]
         whole = _padded(shape, sizes)
         is_cut = [*shape] != whole and _spanned(scales.shape[-2:], sizes) == whole
         if is_cut:
@@ -114,18 +117,27 @@ def reading_scales(config: PreTrainedConfig) -> Iterator[None]:
         Fp8Dequantize._dequantize_one = original  # type: ignore[method-assign]  # noqa: SLF001
 
 
+def _has_blocks(config: PreTrainedConfig) -> bool:
+    return bool((_settings(config) or {}).get("weight_block_size"))
+
+
+def _is_list(shape: Sequence[int], *, has_blocks: bool) -> bool:
+    """Return True if scales of this shape are those of rows or of parts, not a grid of blocks."""
+    return len(shape) == 1 or (len(shape) == 2 and shape[1] == 1 and not has_blocks)
+
+
 def _padded(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """A shape that holds whole blocks."""
+    """Return a shape rounded up to whole blocks."""
     return [-(-length // size) * size for length, size in zip(shape, sizes, strict=True)]
 
 
 def _spanned(grid: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The shape that the blocks of a grid of scales fill."""
+    """Return the shape that the blocks of a grid of scales fill."""
     return [count * size for count, size in zip(grid, sizes, strict=True)]
 
 
 def _rows_of_scales(num_scales: int, num_rows: int, config: PreTrainedConfig) -> list[int]:
-    """The rows of each of a list of scales; empty if such a list has no known meaning."""
+    """Return how many rows each of a list of scales is for; empty if its meaning is unknown."""
     if num_scales == num_rows:
         return [1] * num_rows
     text = config.get_text_config()
@@ -284,15 +296,17 @@ def _check_fp8(path: Path, config: PreTrainedConfig, stored: Mapping[str, Stored
         if base == name or scales is None or len(tensor.shape) != 2:
             continue
         grid = stored[scales].shape
-        if len(grid) == 2:
-            fits = not any(length % count for length, count in zip(tensor.shape, grid, strict=True))
-            if isinstance(sizes, list) and len(sizes) == 2:
+        count, rows = stored[scales].num_elements, tensor.shape[0]
+        is_list = _is_list(grid, has_blocks=_has_blocks(config))
+        if len(grid) == 2 and not is_list:
+            lengths = zip(tensor.shape, grid, strict=True)
+            fits = all(count and length % count == 0 for length, count in lengths)
+            if isinstance(sizes, list) and [*map(type, sizes)] == [int, int] and 0 not in sizes:
                 fits = fits or _spanned(grid, sizes) == _padded(tensor.shape, sizes)
         else:
-            count, rows = stored[scales].num_elements, tensor.shape[0]
             has_parts = base.endswith(("qkv_proj", "gate_up_proj"))
             fits = count == 1 or (
-                grid == (count,)
+                is_list
                 and (count == rows or has_parts)
                 and bool(_rows_of_scales(count, rows, config))
             )

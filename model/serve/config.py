@@ -63,8 +63,8 @@ class ServeConfig:
     generation_config: Literal["auto", "vllm"] = setting(
         "auto",
         help="defaults of temperature, top_k, top_p, min_p, repetition_penalty and, in chats, "
-        "max_tokens; auto: what the model's generation_config.json recommends; vllm: those of "
-        "OpenAI's interface, as vLLM's flag of this name has it",
+        "max_tokens; auto: what the model's generation_config.json recommends; vllm: the defaults "
+        "of OpenAI's interface, as with vLLM's flag of this name",
     )
     tool_call_parser: Literal["hermes", "qwen3", "qwen3_coder", "qwen3_xml", "gemma4"] | None = (
         setting(

@@ -15,7 +15,7 @@ _LEAST_FILES = 64
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Open the socket; who connects waits until it is served.
+    """Open the socket; clients that connect wait until they are served.
 
     Raises:
         UsageError: the address cannot be had, or the process may open too few files.

@@ -1,5 +1,6 @@
 """The command `kvcore`: its version, its commands, and one line where something is missing."""
 
+import os
 import subprocess
 import sys
 from types import FunctionType
@@ -46,3 +47,14 @@ def test_a_missing_package_is_one_line_that_names_the_extra(name, missing):
     assert done.returncode == 2
     assert line.startswith(f"kvcore {name}: ")
     assert line.endswith(f"pip install 'kvcore[{COMMANDS[name][1]}]'")
+
+
+@pytest.mark.parametrize("arguments", [[], ["version"], ["events", "--help"]])
+def test_output_that_is_read_no_further_ends_the_command_without_a_word(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", "kvcore", *arguments]
+    done = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert done.returncode in {0, 141}  # argparse ignores it where output is not buffered
+    assert done.stderr == b""

@@ -202,9 +202,11 @@ def test_it_continues_a_prompt_of_the_command_line(monkeypatch, capsys):
         (["a", "--max-tokens", "5000"], "max_tokens=5000"),
         (["a", "--backend", "nunba"], "invalid choice: 'nunba'"),
         (["a", "--model", "./nowhere"], "./nowhere"),
+        (["a", "--backend", "triton"], "no CUDA device; instead: the backend numba"),
     ],
 )
 def test_a_command_line_that_cannot_run_ends_in_a_line(monkeypatch, capsys, argv, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["minimal", *argv])
     with pytest.raises(SystemExit, match="2"):
         minimal.main()

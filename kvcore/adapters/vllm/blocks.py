@@ -1,4 +1,4 @@
-"""What vLLM's scheduler is handed of blocks: tables of ids, and the face of a pool.
+"""The view of blocks that vLLM's scheduler gets: tables of ids, and the face of a pool.
 
 vLLM's own classes here have queues, hashes and reference counts. Its scheduler asks for ids and
 counts alone, and outputs that are kept beside the tokens for what is cached under a hash. Imports
@@ -17,18 +17,18 @@ Ids = Sequence[Sequence[int]]
 
 
 class BlockView(NamedTuple):
-    """A block, to those who ask for one: vLLM's own scheduler asks for ids alone."""
+    """A block, for callers that want more than ids, which vLLM's scheduler does not."""
 
     block_id: int
 
     @property
     def is_null(self) -> bool:
-        """Whether it stands for what no layer sees any more."""
+        """True if this is the null block, in place of one that no layer sees any more."""
         return self.block_id == 0
 
 
 class Blocks:
-    """What a call has appended to a request's tables, or all that they have."""
+    """The blocks that a call has appended to a request's tables, or all of them."""
 
     __slots__ = ("_ids",)
 
@@ -58,7 +58,7 @@ class Blocks:
 
 
 class PoolFace:
-    """What vLLM's scheduler and its connectors ask of `block_pool`.
+    """The part of vLLM's `block_pool` that its scheduler and connectors use.
 
     vLLM keeps outputs beside the tokens (routed experts) by its own block hashes. Where a request
     has them, the blocks of one group are known by them here; the hits of kvcore never depend on it.

@@ -50,7 +50,7 @@ logger = logging.getLogger(LOGGER)
 
 
 class Plugin:
-    """What stands between vLLM and kvcore in one process.
+    """The connection of vLLM with kvcore in one process.
 
     Attributes:
         own_manager: vLLM's class of managers.
@@ -59,7 +59,7 @@ class Plugin:
         keeps_hashes: True if the engine that is being made keeps outputs by vLLM's block hashes.
         left: why the engine that is being made keeps vLLM's own manager, if its configuration
             says so.
-        serves: whether the engine that was made last is served by kvcore.
+        serves: True if the engine that was made last is served by kvcore.
     """
 
     def __init__(self) -> None:
@@ -128,14 +128,14 @@ def left_by(vllm_config: Any) -> str | None:  # noqa: ANN401
     if vllm_config.kv_transfer_config is not None:
         return "a KV connector"
     if vllm_config.scheduler_config.policy == "priority":
-        # Who gives way in the pass that scheduled it has published what is never computed; to take
-        # that back would take it from a twin as well, whose table the worker has already.
+        # A request preempted in the pass that scheduled it has published blocks that are never
+        # computed. Withdrawing them would take them from a twin too, whose table the worker has.
         return "priorities"
     return None
 
 
 def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
-    """Return what the manager of an engine is to be, or why kvcore does not serve it.
+    """Return the settings of an engine's manager, or the reason why kvcore does not serve it.
 
     The arguments are those of vLLM's `KVCacheManager`.
     """

@@ -46,7 +46,7 @@ from kvcore.adapters.vllm.prompts import (
 
 
 class CacheStats(Protocol):
-    """What is used of `vllm.v1.metrics.stats.PrefixCacheStats`."""
+    """The part of `vllm.v1.metrics.stats.PrefixCacheStats` that is used."""
 
     reset: bool
 
@@ -55,7 +55,7 @@ class CacheStats(Protocol):
 
 
 class Collector(Protocol):
-    """What is used of `vllm.v1.core.kv_cache_metrics.KVCacheMetricsCollector`."""
+    """The part of `vllm.v1.core.kv_cache_metrics.KVCacheMetricsCollector` that is used."""
 
     def on_block_allocated(self, block: BlockView) -> None:
         """Note that a block was handed out."""
@@ -72,7 +72,7 @@ class Collector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the manager of an engine is to be.
+    """The settings of an engine's manager.
 
     Attributes:
         num_blocks: blocks in the cache, the null block included.

@@ -1,4 +1,4 @@
-"""What vLLM says of a request and of its layers, in kvcore's words.
+"""The requests and layers of vLLM in kvcore's words.
 
 Decides what a request's KV depends on: its tokens, its tenant and adapter (a `Namespace`), and what
 is not tokens (`MultimodalItem`s). Decides too which layer groups kvcore keeps. Imports nothing of
@@ -36,7 +36,7 @@ _FULL: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttent
 
 
 class Request(Protocol):
-    """What is read of `vllm.v1.request.Request`."""
+    """The part of `vllm.v1.request.Request` that is read."""
 
     request_id: str
     num_computed_tokens: int
@@ -62,7 +62,7 @@ class Request(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What `open` is given for a request.
+    """The arguments of `open` for a request.
 
     Attributes:
         packed: its known tokens.

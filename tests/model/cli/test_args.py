@@ -377,6 +377,22 @@ def test_a_chat_and_a_line_of_openais_batch_files_are_prompts(tmp_path):
     assert greedy.params == verified.params == SamplingParams()
 
 
+def test_null_in_a_chat_or_a_batch_line_means_not_given(tmp_path):
+    nothing = dict.fromkeys(["tools", "response_format", "top_logprobs", "stream_options", "n"])
+    plain, chat, batch = lines_of(
+        tmp_path,
+        [
+            {"prompt": "a", "messages": None, "custom_id": None, "body": None},
+            {"messages": CHAT, "prompt": None, "images": None, **nothing},
+            batch_line(messages=CHAT, logprobs=None, temperature=None, **nothing),
+        ],
+    )
+    assert (plain.text, plain.messages, plain.custom_id) == ("a", (), None)
+    assert plain.params == chat.params == SamplingParams()  # of a run: greedy
+    assert chat.messages == batch.messages == tuple(CHAT)
+    assert (batch.params.temperature, batch.params.logprobs) == (1, None)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -392,7 +408,11 @@ def test_a_chat_and_a_line_of_openais_batch_files_are_prompts(tmp_path):
         ({"messages": CHAT, "tools": []}, "unknown field 'tools'"),
         ({"messages": CHAT, "stream": True}, "stream: wanted false"),
         ({"messages": CHAT, "logprobs": True, "top_logprobs": 99}, "logprobs: wanted"),
+        (batch_line(messages=CHAT, logprobs=False, top_logprobs=3), "top_logprobs: wanted only"),
         ({"prompt": "a", "custom_id": 3}, "custom_id: wanted text, got 3"),
+        ({"prompt": "a", "custom_id": "\ud800"}, "custom_id: wanted text that UTF-8 can encode"),
+        (batch_line(messages=None), "body: wanted messages, which"),
+        ({**batch_line(), "body": None}, "batch files: body is missing"),
         (batch_line("", messages=CHAT), "custom_id: wanted text, got ''"),
         (batch_line("first", messages=CHAT), "custom_id: 'first' is that of .* line 1, too"),
         (batch_line(url="/v1/embeddings", input="a"), "url: wanted /v1/chat/completions or"),

@@ -96,6 +96,9 @@ def caused(error, cause):
          "error: [Errno 23] Too many open files in system"),
         (RuntimeError("can't start new thread"), THREADS),
         (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), THREADS),
+        (RuntimeError(os.strerror(errno.EAGAIN)), THREADS),
+        (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), "kv/lock"),
+         "error: [Errno 11] Resource temporarily unavailable: 'kv/lock'"),
         (MemoryError(), MEMORY),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: "
                       "you tried to allocate 8 bytes. Error code 12"), MEMORY),
@@ -109,6 +112,12 @@ def test_a_limit_of_the_system_is_one_line_that_names_it(monkeypatch, capsys, er
     monkeypatch.setattr(limits, "_value", values.get)
     assert code_of(error) == 3
     assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_socket_that_is_not_ready_is_not_taken_for_a_limit(monkeypatch, capsys):
+    monkeypatch.setattr(limits, "_value", {"NPROC": 7}.get)
+    assert code_of(pytest.importorskip("zmq").Again()) == 3
+    assert capsys.readouterr().err.startswith("Traceback")
 
 
 def test_a_users_words_about_a_limit_are_no_limit(monkeypatch, capsys):

@@ -70,6 +70,9 @@ def test_work_that_takes_longer_than_two_seconds_is_told_of_in_one_line(timers, 
         timer()
         assert capsys.readouterr().err == "loading the weights ...\n"
     assert timers[-1].state == "cancelled"
+    timers[-1].function()  # it fired while it was cancelled
+    assert capsys.readouterr().err == ""
+    assert len(timers) == 2
 
 
 def test_work_that_takes_minutes_is_told_of_again(timers, capsys):

@@ -134,6 +134,18 @@ def fused(folder):
     return wanted
 
 
+def fused_columns(folder):
+    """The same with a column of scales, which as a grid would divide the matrix evenly."""
+    wanted = fused(folder)
+    tensors = load_file(folder / "model.safetensors")
+    columns = {
+        name: scales[:, None] for name, scales in tensors.items() if name.endswith("weight_scale")
+    }
+    assert columns
+    save_file(tensors | columns, folder / "model.safetensors", metadata={"format": "pt"})
+    return wanted
+
+
 def experts(folder):
     """Mixtral's file has three matrices for each expert, with a scale each; its network has two."""
     torch.manual_seed(0)
@@ -162,7 +174,7 @@ def experts(folder):
     return wanted
 
 
-@pytest.mark.parametrize("make", [fused, experts])
+@pytest.mark.parametrize("make", [fused, fused_columns, experts])
 def test_fp8_parts_of_a_matrix_have_scales_of_their_own(tmp_path, make):
     wanted = make(tmp_path)
     model = load_model(str(tmp_path), CPU)
@@ -224,7 +236,7 @@ def test_a_file_of_modelopt_that_is_broken_is_named(tmp_path):
         assert "hf_quant_config.json" in refusal(folder)
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (7, 1), (2, 5), (1, 1, 2)])
+@pytest.mark.parametrize("shape", [(2,), (3,), (7, 1), (2, 5), (1, 1, 2), (0, 1), (1, 0)])
 def test_fp8_scales_of_an_unknown_shape_are_refused_by_their_name(tmp_path, shape):
     folder = written(tmp_path, "FP8 static")
     tensors = load_file(folder / "model.safetensors")
@@ -232,6 +244,17 @@ def test_fp8_scales_of_an_unknown_shape_are_refused_by_their_name(tmp_path, shap
     save_file(tensors | {name: torch.ones(shape)}, folder / "model.safetensors")
     assert f"{name}: wanted a scale for the matrix" in refusal(folder)
     assert f"got the shape {list(shape)} for [192, 384]" in refusal(folder)
+
+
+@pytest.mark.parametrize("sizes", [[0, 16], ["16", 16], [16, None], [16]])
+def test_fp8_scales_beside_sizes_that_no_block_has_are_refused(tmp_path, sizes):
+    folder = written(tmp_path, "FP8 static")
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    changed(folder, quantization_config=settings | {"weight_block_size": sizes})
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    save_file(tensors | {name: torch.ones(7, 1)}, folder / "model.safetensors")
+    assert f"{name}: wanted a scale for the matrix" in refusal(folder)
 
 
 def test_scales_beside_weights_that_are_not_quantised_are_refused(tmp_path):
