@@ -90,8 +90,9 @@ def main():
     for layer in LAYERS:
         state = HALF if layer == "conv" else torch.float32
         case = StateCase(layer, layer, MODES[:3], dtype=HALF, state_dtype=state)
-        for finding in check_states(BACKEND, case):
-            assert finding.passed, finding
+        for each in (case, case.with_(name=f"{layer}, many tokens", query_len=17)):
+            for finding in check_states(BACKEND, each):
+                assert finding.passed, finding
     caches = [torch.zeros(9, 5, 2, 24, dtype=HALF, device=DEVICE) for _ in range(2)]
     rows = torch.randn(7, 2, 24, device=DEVICE).to(HALF)
     starts = torch.tensor([0, 3, 7], dtype=torch.int32, device=DEVICE)
