@@ -29,11 +29,13 @@ class Sight:
         paths: for each layer group the block of every node along the prompt, None where it has
             none.
         older: the blocks that only ends before the hit need.
+        is_resumed: True if the request was preempted: it goes on from where that was.
     """
 
-    __slots__ = ("branches", "older", "paths")
+    __slots__ = ("branches", "is_resumed", "older", "paths")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_resumed: bool = False) -> None:
+        self.is_resumed = is_resumed
         self.branches: list[int] = []
         self.paths: list[list[Block | None]] = []
         self.older: list[Block] = []
@@ -61,7 +63,7 @@ def learn_ends(pool: BlockPool, seq: KVSequence, sight: Sight, cached: int) -> N
     ends = seq.ends
     if ends is None:
         return
-    ends.num_ended = _num_ended(seq.tables, sight.paths)
+    ends.num_ended = 0 if sight.is_resumed else _num_ended(seq.tables, sight.paths)
     for end in sight.branches:
         ends.branch(end)
     if not cached:
