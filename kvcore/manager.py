@@ -196,10 +196,10 @@ class KVCacheManager:
         seq = self._new_sequence(packed, key, checked, ends, again)
         seq.retention = check_retention(retain) if retain else ()
         looks_up = not (key is None or is_blind)
-        sight = Sight() if looks_up and self._has_ends else None
+        sight = Sight(is_resumed=is_resumed) if looks_up and self._has_ends else None
         self._admit(seq, share.share_cached(self.pool, seq, again, sight) if looks_up else [])
-        if sight is not None:
-            self.pool.idle_blocks.supersede(sight.older, sight.num_ended)
+        if sight is not None and sight.older:
+            self.pool.idle_blocks.put_first(sight.older, self.pool.idle_blocks.num_ends)
         if looks_up:
             counts = self._resumed if is_resumed else self._queried
             counts.num_tokens += len(packed)

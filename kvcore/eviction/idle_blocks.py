@@ -42,8 +42,9 @@ class IdleBlocks:
         kept: for each block with retention, free or held, its terms by id: the highest priority
             first, and then only terms that hold for longer.
         num_shelved: the number of free blocks with retention.
-        num_continued: how many of the last look-ups, of 8 or fewer, went on from where a sequence
-            had ended, rather than from where other content goes on.
+        num_continued: how many of the last prompts, of 8 or fewer, went on from where a sequence
+            had ended, rather than from where other content goes on. A prompt counts when its
+            sequence ends and has computed anything: a look-up that is retried does not.
         num_ends: the number of ends that have become known; 0: blocks have no `last_end`.
     """
 
@@ -65,15 +66,9 @@ class IdleBlocks:
         self.num_ends = 0
         self.num_continued = 4
 
-    def supersede(self, blocks: list[Block], num_ended: int) -> None:
-        """Note a look-up, and let the blocks that only ends before it need go first. Cannot fail.
-
-        `num_ended`: 1 if it goes on from where a sequence had ended, -1 if from where other content
-        goes on, 0 if it has found nothing. O(len(blocks)).
-        """
+    def tell(self, num_ended: int) -> None:
+        """Note the end of a sequence whose prompt said `num_ended` (`Ends`). Cannot fail. O(1)."""
         self.num_continued = max(0, min(8, self.num_continued + num_ended))
-        if blocks:
-            self.put_first(blocks, self.num_ends)
 
     @property
     def only_branches(self) -> bool:

@@ -41,9 +41,11 @@ class Ends:
         num_known: how many ends the pool knew when the sequence was opened.
         branches: the lengths at which cached content branches off.
         expected: the end of the prompt, and the boundaries that the caller has given.
+        num_ended: 1 if the prompt goes on from where a sequence had ended, -1 if other content goes
+            on there; 0 if nothing was cached, or it counts already.
     """
 
-    __slots__ = ("branches", "expected", "num_known", "recompute", "unit")
+    __slots__ = ("branches", "expected", "num_ended", "num_known", "recompute", "unit")
 
     def __init__(self, unit: int, recompute: int, num_known: int) -> None:
         self.unit = unit
@@ -51,6 +53,7 @@ class Ends:
         self.num_known = num_known
         self.branches: list[int] = []
         self.expected: list[int] = []
+        self.num_ended = 0
 
     def branch(self, num_tokens: int) -> None:
         """Add the last end of at most `num_tokens` tokens, where content branches off. O(ends)."""

@@ -17,6 +17,7 @@ from kvcore.sequence import KVSequence
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.ends import Ends, is_within, windows_of
 from kvcore.tables.state_table import StateTable
+from kvcore.verbs.states import only_branches_of_states
 
 
 @final
@@ -28,17 +29,16 @@ class Sight:
         paths: for each layer group the block of every node along the prompt, None where it has
             none.
         older: the blocks that only ends before the hit need.
-        num_ended: 1 if the prompt goes on from where a sequence had ended, -1 if other content goes
-            on there, 0 if nothing is cached.
+        is_resumed: True if the request was preempted: it goes on from where that was.
     """
 
-    __slots__ = ("branches", "num_ended", "older", "paths")
+    __slots__ = ("branches", "is_resumed", "older", "paths")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_resumed: bool = False) -> None:
+        self.is_resumed = is_resumed
         self.branches: list[int] = []
         self.paths: list[list[Block | None]] = []
         self.older: list[Block] = []
-        self.num_ended = 0
 
     def add(self, path: list[Block | None], longest: int, size: int) -> None:
         """Add the path of the next layer group, of which `longest` tokens were looked for. O(1)."""
@@ -63,7 +63,7 @@ def learn_ends(pool: BlockPool, seq: KVSequence, sight: Sight, cached: int) -> N
     ends = seq.ends
     if ends is None:
         return
-    sight.num_ended = _num_ended(seq.tables, sight.paths)
+    ends.num_ended = 0 if sight.is_resumed else _num_ended(seq.tables, sight.paths)
     for end in sight.branches:
         ends.branch(end)
     if not cached:
@@ -72,7 +72,7 @@ def learn_ends(pool: BlockPool, seq: KVSequence, sight: Sight, cached: int) -> N
     for number, table in enumerate(seq.tables):
         path = sight.paths[number]
         place = cached // table.block_size
-        if _goes_on(path[place - 1]):
+        if _parts(path, place, ends.recompute):
             ends.branch(cached)
         if table.forgets:
             first = table.first_kept(cached)
@@ -82,11 +82,13 @@ def learn_ends(pool: BlockPool, seq: KVSequence, sight: Sight, cached: int) -> N
             windows = windows_of(table, ends, only_branches=only_branches)
             sight.older += _superseded(table, ends, path[:first], windows)
     if seq.state is not None:
-        _add_older_states(seq.tables, seq.state, sight, cached)
+        only_branches = only_branches_of_states(pool, seq)
+        lengths = ends.lengths(only_branches=only_branches)
+        _add_older_states(seq.tables, seq.state, sight, cached, lengths)
 
 
 def _num_ended(tables: Sequence[BlockTable], paths: list[list[Block | None]]) -> int:
-    """Return `Sight.num_ended`, by a group that sees all of the prefix if it can. O(groups)."""
+    """Return `Ends.num_ended`, by a group that sees all of the prefix if it can. O(groups)."""
     whole = 0
     for number, table in enumerate(tables):
         if not table.forgets:
@@ -98,12 +100,21 @@ def _num_ended(tables: Sequence[BlockTable], paths: list[list[Block | None]]) ->
 
 
 def _add_older_states(
-    tables: Sequence[BlockTable], state: StateTable, sight: Sight, cached: int
+    tables: Sequence[BlockTable],
+    state: StateTable,
+    sight: Sight,
+    cached: int,
+    lengths: Sequence[int],
 ) -> None:
-    """Add the free states before a hit, but for those where content branches off. O(prefix)."""
+    """Add the free states before a hit, but for those where content branches off, and at `lengths`.
+
+    O(prefix * groups and lengths).
+    """
     for place, block in enumerate(sight.paths[-1][: cached // state.block_size - 1]):
         end = (place + 1) * state.block_size
-        if block and _may_wait(block) and not _is_branch(tables, sight.paths, end):
+        if end in lengths or block is None or not _may_wait(block):
+            continue
+        if not _is_branch(tables, sight.paths, end):
             sight.older += find_pieces(block, state.group.num_blocks)
 
 
@@ -153,6 +164,20 @@ def _goes_on(last: Block | None) -> bool:
     """
     node = None if last is None else last.node
     return node is None or node.has_children()
+
+
+def _parts(path: list[Block | None], place: int, recompute: int) -> bool:
+    """Return whether other content goes on where a hit of `place` blocks ends. O(len(path)).
+
+    With `recompute` a hit ends before the cached content that the prompt goes on from, which is no
+    other content.
+    """
+    if not recompute:
+        return _goes_on(path[place - 1])
+    for behind in range(place - 1, len(path) - 1):
+        if _branches(path[behind]):
+            return True
+    return _goes_on(path[-1])
 
 
 def _branches(block: Block | None) -> bool:

@@ -118,7 +118,9 @@ def close_states(pool: BlockPool, seq: KVSequence) -> list[Block]:
     last_event = pool.last_event
     published = publish_kept(pool, seq)
     try:
-        last = state_after(pool, seq, seq.num_settled_tokens)
+        settled = seq.num_settled_tokens
+        end = settled if seq.ends is None else seq.ends.last_hit(settled)
+        last = state_after(pool, seq, end)
         pool.give_back(states_until(seq, None) + leaving(seq, 0))
     except BaseException:
         pool.unpublish(published, last_event)
@@ -169,6 +171,8 @@ def close_with_ends(pool: BlockPool, seq: KVSequence) -> None:
         needed += close_states(pool, seq)
     if ends is not None and seq.num_computed_tokens > seq.num_cached_tokens:
         idle.sort_out(needed, spare, ends.num_known)
+        idle.tell(ends.num_ended)
+        ends.num_ended = 0  # those of its forks are the same
 
 
 def _go_back(

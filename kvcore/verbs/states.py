@@ -181,6 +181,16 @@ class StateMove:
         table.trailing_at = self._trailing_at
 
 
+def only_branches_of_states(pool: BlockPool, seq: KVSequence) -> bool:
+    """Return whether expected ends do not count for the states of a sequence. O(1).
+
+    They do with `recompute`: then no hit ends where the sequence ends, but at the end of its prompt
+    or before that.
+    """
+    ends = seq.ends
+    return pool.idle_blocks.only_branches_of_states and (ends is None or ends.recompute == 0)
+
+
 def publish_state(
     pool: BlockPool,
     seq: KVSequence,

@@ -26,7 +26,7 @@ from kvcore.sequence import KVSequence, check_computed, check_length
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.ends import AT_ONCE, Ends, sort_out
 from kvcore.tables.groups import serves
-from kvcore.verbs.states import StateMove
+from kvcore.verbs.states import StateMove, only_branches_of_states
 
 
 def grow(
@@ -439,7 +439,7 @@ class _Change:
         seq = self.seqs[index]
         if seq.state is not None:
             total = self.totals[index]
-            only_branches = self.pool.idle_blocks.only_branches_of_states
+            only_branches = only_branches_of_states(self.pool, seq)
             move = StateMove(seq, seq.state, known, done, total, only_branches=only_branches)
             self.states.append(move)
 

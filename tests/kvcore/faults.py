@@ -25,7 +25,7 @@ LINKS = {
         f"IdleBlocks.{name}"
         for name in ("_put_back", "set_terms", "_drop_deadlines", "cut_front", "clear")
     ),
-    *(f"IdleBlocks.{name}" for name in ("need", "put_first", "sort_out", "supersede")),
+    *(f"IdleBlocks.{name}" for name in ("need", "put_first", "sort_out", "tell")),
     "IdleBlocks._set_end",
     *(f"IdleBlocks.{name}" for name in ("_queue_of", "_forget_terms")),
     "_none_goes_first",

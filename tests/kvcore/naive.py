@@ -246,7 +246,8 @@ class NaiveSequence:
         self.computed = 0
         self.cached = 0
         self.ends, self.expected = set(), set()  # where prompts may hit its prefix once more
-        self.recompute = self.num_known = self.num_ended = 0
+        self.recompute = self.num_known = 0
+        self.num_ended = [0]  # the same list for its forks: it counts once
 
     def all_tokens(self):
         return self.tokens + self.future
@@ -370,9 +371,10 @@ class NaiveManager:
             and len(other) > len(prefix)
         }
 
-    def branches(self, tokens, namespace, last, cached):
+    def branches(self, seq, last):
         """Where the cached content goes on otherwise: at the end of it, or where a hit sees it."""
-        found, num_ended = set(), 0
+        tokens, namespace, cached = seq.tokens, seq.namespace, seq.cached
+        found, num_ended, depths = set(), 0, []
         for number, (kind, _, size) in enumerate(self.groups):
             depth, asked = 0, last // size
             while depth < asked:
@@ -389,16 +391,34 @@ class NaiveManager:
                 num_ended = -1 if goes_on else 1
             if depth < asked and goes_on:
                 found.add(depth * size)
+            depths.append(depth)
             last = min(last, depth * size)
-        for number, group in enumerate(self.groups if cached else ()):
-            places = self.keeps(group, cached) if self.forgets[number] else ()
-            for end in [cached, *[(place + 1) * group[2] for place in places]]:
-                others = len(self.goes_on(number, namespace, tokens[:end]))
-                if others > (end < cached):
-                    found.add(end)
+        for number, depth in enumerate(depths if cached else ()):
+            found |= self.branches_of(seq, number, depth)
         return found, num_ended
 
-    def learn_ends(self, seq, recompute, skips):
+    def branches_of(self, seq, number, depth):
+        """Where content of a group goes on otherwise, in the window of a hit or at the end of it.
+
+        Of `depth` blocks that are cached those of a draft model may follow the hit.
+        """
+        group, tokens, cached = self.groups[number], seq.tokens, seq.cached
+        places = self.keeps(group, cached) if self.forgets[number] else ()
+        inside = {(place + 1) * group[2] for place in places} - {cached}
+        found = {end for end in inside if self.parts(number, seq.namespace, tokens[:end])}
+        last = depth * group[2] if seq.recompute else cached
+        between = range(cached, last, group[2])
+        is_end = self.goes_on(number, seq.namespace, tokens[:last])
+        if is_end or any(self.parts(number, seq.namespace, tokens[:end]) for end in between):
+            found.add(cached)
+        return found
+
+    def parts(self, number, namespace, prefix):
+        """Whether a cached block has several contents behind it."""
+        is_there = self.pool.oldest_copy(self.content(number, namespace, prefix))
+        return bool(is_there) and len(self.goes_on(number, namespace, prefix)) > 1
+
+    def learn_ends(self, seq, recompute, skips, *, is_resumed):
         """Where its prefix is expected to be hit; ends before its own hit are so no longer."""
         if not any(self.forgets) or seq.namespace is None:
             return
@@ -406,7 +426,8 @@ class NaiveManager:
         last = len(seq.tokens) - (recompute == 0)
         seq.expected = {last // self.unit * self.unit}
         if not skips:
-            ends, seq.num_ended = self.branches(seq.tokens, seq.namespace, last, seq.cached)
+            ends, num_ended = self.branches(seq, last)
+            seq.num_ended = [0 if is_resumed else num_ended]
             seq.ends = {end // self.unit * self.unit for end in ends}
 
     def superseded(self, seq):
@@ -507,13 +528,12 @@ class NaiveManager:
         for table, entries in zip(seq.tables, found, strict=True):
             table.entries = list(entries)
             table.published = len(entries)
-        self.learn_ends(seq, recompute, skips)
+        self.learn_ends(seq, recompute, skips, is_resumed=resumed)
         older = [] if skips else self.superseded(seq)
         self.pool.hold([block_id for table in seq.tables for block_id in table.held()])
         for number in range(len(self.groups)):
             self.retain(seq, number)
         self.pool.put_first(older, self.pool.num_ends)
-        self.pool.num_continued = max(0, min(8, self.pool.num_continued + seq.num_ended))
         if skips:
             return seq
         if seq.namespace is not None and resumed:
@@ -895,7 +915,7 @@ class NaiveManager:
         child = NaiveSequence(seq.tokens, seq.namespace, len(self.groups), seq.retain)
         child.computed = seq.settled()
         child.ends, child.expected, child.recompute = seq.ends, seq.expected, seq.recompute
-        child.num_known = seq.num_known
+        child.num_known, child.num_ended = seq.num_known, seq.num_ended
         own = self.pool.take(self.copies_needed(seq))
         orders = []
         for number, (group, mine) in enumerate(zip(self.groups, seq.tables, strict=True)):
@@ -938,5 +958,8 @@ class NaiveManager:
                         block_id for block_id in table.entries[: table.published] if block_id
                     ]
         self.release_from(seq, 0)
+        if seq.computed > seq.cached and seq.namespace is not None:
+            continued = self.pool.num_continued + seq.num_ended[0]
+            self.pool.num_continued, seq.num_ended[0] = max(0, min(8, continued)), 0
         self.pool.need(needed if seq.computed > seq.cached else [])
         self.pool.put_first(spare, seq.num_known)

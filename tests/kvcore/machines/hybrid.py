@@ -200,10 +200,10 @@ class HybridChecks(RuleBasedStateMachine):
         return served[-1] if served else 0, lengths[-1] if lengths else 0
 
     def branches(self, elements, key, recompute):
-        """Where the cached KV of a group ends, and other KV goes on."""
+        """Where the cached KV of a group ends and other KV goes on; and where that of each ends."""
         found = self.found()
         last = len(elements) - (recompute == 0)
-        lengths = []
+        lengths, stops = [], []
         for number, group in enumerate(self.groups):
             size, depth = group.block_size, 0
             paths = self.contents(elements, size)
@@ -217,18 +217,22 @@ class HybridChecks(RuleBasedStateMachine):
             below = [p for k, p in found[number] if k == key and p.startswith(paths[depth])]
             if depth < last // size and below != [paths[depth]]:
                 lengths.append(depth * size)
+            stops.append(depth * size)
             last = min(last, depth * size)
-        return lengths
+        return lengths, stops
 
-    def goes_on(self, elements, key, length):
-        """Whether a group has cached KV behind so many tokens."""
-        found = self.found()
-        paths = [self.contents(elements[:length], group.block_size)[-1] for group in self.groups]
-        return any(
-            whose == key and path.startswith(paths[number]) and path != paths[number]
-            for number in range(len(self.groups))
-            for whose, path in found[number]
-        )
+    def goes_on(self, elements, key, length, stops):
+        """Whether a group has other KV cached behind so many tokens, or behind one up to a stop."""
+        tokens, items = lowered(elements)
+        for tree, group, stop in zip(self.kv.pool.trees, self.groups, stops, strict=False):
+            size = group.block_size
+            for end in range(length, stop + 1, size):
+                contents = block_contents(kvcore.pack(tokens), items, 0, end // size, size)
+                node = tree.find(key, contents)
+                is_end = end == stop
+                if len([*node.child_nodes()]) > (not is_end) and (is_end or node.first_copy):
+                    return True
+        return False
 
     def check_left(self, entry, pieces, length):
         """P42: a state that a sequence has left goes first, unless a known end needs it."""
@@ -240,7 +244,8 @@ class HybridChecks(RuleBasedStateMachine):
         first = pieces[0]
         if first.node is None or first.ref_count or kept.get(first.block_id):
             return
-        is_expected = self.kv.pool.idle_blocks.num_continued <= 3 and length in entry.expected
+        counts = self.kv.pool.idle_blocks.num_continued <= 3 or entry.real.ends.recompute
+        is_expected = counts and length in entry.expected
         if length in entry.branches or is_expected:
             expect("P42", first.last_end < 0, False, "whether a state that is needed goes first")
         elif first.last_end <= ends.num_known:

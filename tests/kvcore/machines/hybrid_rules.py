@@ -82,9 +82,10 @@ class HybridMachine(HybridChecks):
         key = kvcore.encode_namespace(NAMESPACES[name]) if cached else None
         looks = cached and how != "blind"
         hit, junction = self.hits(elements, key, recompute) if looks else (0, 0)
-        branches = self.branches(elements, key, recompute) if looks else []
+        branches, stops = self.branches(elements, key, recompute) if looks else ([], [])
         free = kv.num_free_blocks
-        had = hit and self.goes_on(elements, key, hit)
+        stops = stops if recompute else [hit] * len(self.groups)
+        had = hit and self.goes_on(elements, key, hit, stops)
         real = kv.open(
             tokens, **about, boundaries=boundaries, retain=retain, resumed=how == "resumed"
         )

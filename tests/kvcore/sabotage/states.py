@@ -294,6 +294,7 @@ wrong(
     "if again and",
     "if False and",
     "P24",
+    "P42",
 )
 wrong(
     "hit_what_a_draft_model_computes_again",

@@ -132,3 +132,94 @@ def test_a_state_that_the_next_turn_has_read_goes_first():
     kv.close(compute(kv, seq, answer=range(60, 70)))
     assert old <= spare(kv)
     kvcore.check(kv)
+
+
+def test_the_next_turn_takes_the_place_of_an_end_that_a_draft_model_computes_again():
+    kv = manager()
+    kv.close(compute(kv, kv.open(range(24), recompute=1)))
+    again = kv.open(range(44), recompute=1)
+    old = {block_id for block_id in again.block_tables[1] if block_id}
+    kv.close(compute(kv, again))
+    assert old <= spare(kv)
+
+
+def test_an_end_that_several_go_on_from_stays_known_to_a_draft_model():
+    for shared, last in ((24, 24), (24, 22), (24, 40)):
+        kv = manager()
+        kv.close(compute(kv, kv.open(range(40), recompute=1)))
+        kv.close(compute(kv, kv.open([*range(shared), *[7] * 20], recompute=1)))
+        kv.close(compute(kv, kv.open([*range(last), *[8] * 20], recompute=1)))
+        again = kv.open([*range(last), *[9] * 20], recompute=1)
+        held = {block_id for block_id in again.block_tables[1] if block_id}
+        kv.close(compute(kv, again))
+        assert not held & spare(kv)
+
+
+def hybrid():
+    groups = [kvcore.FullAttention(), kvcore.RecurrentState(2)]
+    return kvcore.KVCacheManager(90, 4, groups=groups)
+
+
+def in_parts(kv, seq, answer=()):
+    """Compute a prompt in steps that end where states are wanted, and then the answer."""
+    while seq.num_computed_tokens < seq.num_tokens:
+        count = kv.chunk_length(seq, seq.num_tokens - seq.num_computed_tokens)
+        kv.reserve(seq, count)
+        kv.commit(seq, count)
+    return compute(kv, seq, answer)
+
+
+def test_the_state_that_the_next_turn_of_a_draft_model_reads_is_not_the_first_to_go():
+    for answer in (1, 3, 9):
+        kv = hybrid()
+        text, count = [*range(26)], 0
+        for turn in range(4):
+            seq = in_parts(kv, kv.open(text, recompute=1), range(50, 50 + answer))
+            kv.close(seq)
+            text += [*range(50, 50 + answer), *[70 + turn] * 7]
+            again = kv.open(text, recompute=1)
+            assert again.num_cached_tokens > count
+            count = again.num_cached_tokens
+            held = {block.block_id for block in again.state.read}
+            kv.close(again)
+            assert not held & spare(kv)
+
+
+def test_a_state_at_a_boundary_stays_known_to_prompts_that_go_on_otherwise():
+    kv = hybrid()
+    for first in range(8):  # prompts part, so that boundaries count
+        kv.close(in_parts(kv, kv.open([1, 2, 3, 4, first, *[5] * 6])))
+    seq = in_parts(kv, kv.open(range(30), boundaries=[12]), range(50, 60))
+    kv.close(seq)
+    boundary = kv.open([*range(12), 99])
+    held = {block.block_id for block in boundary.state.read}
+    assert boundary.num_cached_tokens == 12
+    kv.close(boundary)
+    again = kv.open([*range(30), *range(50, 60), 7, 8], boundaries=[12])
+    assert again.num_cached_tokens > 24
+    kv.close(again)
+    assert not held & spare(kv)
+
+
+def test_a_look_up_that_is_retried_tells_nothing_of_where_prompts_go_on():
+    kv = manager()
+    kv.close(compute(kv, kv.open(range(24))))
+    for prompt in (range(30), [*range(24)][:21]):
+        before = kv.pool.idle_blocks.num_continued
+        for _ in range(9):
+            kv.close(kv.open(prompt))
+        assert kv.pool.idle_blocks.num_continued == before
+
+
+def test_a_request_that_resumes_is_no_next_turn():
+    kv = manager()
+    before = kv.pool.idle_blocks.num_continued
+    for number in range(9):
+        seq = kv.open(range(24 + 4 * number), resumed=number > 0)
+        kv.close(compute(kv, seq))
+    assert kv.pool.idle_blocks.num_continued == before
+    seq = compute(kv, kv.open(range(90)))
+    child, _ = kv.fork(seq)
+    kv.close(child)
+    kv.close(seq)
+    assert kv.pool.idle_blocks.num_continued == before + 1  # once for both
