@@ -37,7 +37,7 @@ def check_linear_attention(capability, element, kind, size, layer, *, single, in
         kinds["decay"] = "*fp32"
     made = make(step, capability, element, form, cache=kind, kinds=kinds, **options)
     if in_chunks:
-        bound(made, registers=255, shared=48 << 10)
+        bound(made, registers=255, shared=48 << 10, spills=4)  # 3 with Triton 3.7
         return
     bound(made, registers=128 if single else 168, shared=48 << 10)  # of two warps: 6 programs or 8
     wide = [n for n in made.instructions if n.startswith("STG") and "128" in n.split(".")]
@@ -64,7 +64,7 @@ def main():
     for capability in CAPABILITIES:
         for kind, layer, single in itertools.product(("fp32", "bf16"), LAYERS, (False, True)):
             check_linear_attention(capability, "bf16", kind, (128, 128), layer, single=single)
-        for layer in ("delta", "mamba"):
+        for layer in ("delta", "mamba") if capability >= 90 else ():  # older GPUs take none
             check_linear_attention(
                 capability, "bf16", "fp32", (128, 128), layer, single=False, in_chunks=True
             )

@@ -35,7 +35,14 @@ from backends.states import (
     StateBatch,
 )
 from backends.triton_gpu.shared.launch import Launch, launcher
-from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two, sign
+from backends.triton_gpu.shared.place import (
+    HOPPER,
+    Place,
+    ceil_div,
+    device_function,
+    power_of_two,
+    sign,
+)
 from backends.triton_gpu.state.slots import INDICES, index_tensors, rows_at, slot_at
 
 TILE = 4096
@@ -400,7 +407,9 @@ def _plan(
     width, tile = tile_of(key_dim, value_dim)
     tiles, single = ceil_div(value_dim, tile), batch.query_start_loc is None
     is_half = query.dtype.itemsize < state.dtype.itemsize == 4
+    is_old = 0 < place.gpu(state.device).capability[0] < HOPPER  # a chunk spills its registers
     in_chunks = is_half and len(query) > EXACT_TOKENS and not single and decay.dim() == 2
+    in_chunks &= not is_old
     form = Form(
         state.stride(0), tuple(each.stride(1) for each in (query, key, value, decay, out)),
         heads // query.shape[1], key_dim, value_dim, width, tile, tiles, decay.dim() == 3,
