@@ -28,7 +28,8 @@ class Front:
 @cache
 def _app(number):
     front = Front()
-    return front, create_app(front, ServeConfig(), has_page=False)
+    config = ServeConfig(generation_config="vllm")  # the simulated model has no such file
+    return front, create_app(front, config, has_page=False)
 
 
 def serve(engine, number):
