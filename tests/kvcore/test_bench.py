@@ -111,7 +111,7 @@ def test_the_page_names_the_workloads_and_every_command():
     code, out, _ = run("--help")
     assert code == 0
     commands = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert len(commands) == 11
+    assert len(commands) == 12
     assert [name for name in commands if f"| `{name}` |" not in PAGE] == []
 
 
