@@ -52,7 +52,7 @@ class window_goes_on_naming_what_it_gave_back(kvcore.KVCacheManager):
             table.num_null = num_null
 
 
-@in_manager("P7", "P24", "P18", "P2", "P3", rows=(31,), layouts=WINDOWS)
+@in_manager("P7", "P24", "P18", "P2", "P3", "P42", rows=(31,), layouts=WINDOWS)
 class window_hits_what_it_gave_back(kvcore.BlockPool):
     def __init__(self, num_blocks, *block_sizes, log=None):
         super().__init__(num_blocks, *block_sizes, log=log)
