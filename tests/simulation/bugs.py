@@ -488,9 +488,9 @@ class KeepsTheRemoved(wire.Subscriber):
 class NeverCatchesUp(wire.Follower):
     """What was lost stays unknown where a snapshot could be had later."""
 
-    def ask(self):
+    def ask(self, **how):
         self.lacks = False
-        return super().ask()
+        return super().ask(**how)
 
 
 BUGS["NeverCatchesUp"] = ({}, ((subscriber, "Follower", NeverCatchesUp),))

@@ -26,7 +26,7 @@ _FROM = {  # the first seed that shows a bug
     "TellsTheEndWithTheTokenBefore": 41, "KeepsWhatCouldNotBeRead": 91,
     "CopiesForksTooLate": 3, "AcceptsWhatWasNotVerified": 3, "FailsWithoutAWord": 9,
     "TellsOtherRanksOfNoAbort": 20, "TellsOtherRanksTooLate": 17,
-    "OtherRanksAbortFirst": 17, "does_not_see_a_client_leave": 11,
+    "OtherRanksAbortFirst": 17, "does_not_see_a_client_leave": 107,
     "serves_only_the_ready": 10, "closes_nothing": 1, "wakes_only_for_news": 11,
     "ForgetsWhatIsHeldAtAFault": 69, "DoesNotCountThoseOnTheirWay": 2,
     "DropsTheLastFlight": 1, "QueuesHalf": 1, "OtherRanksNeverEnd": 17,
@@ -53,7 +53,7 @@ _FROM = {  # the first seed that shows a bug
     "PublishesInSilence": 693, "TendsOnlyWhatIsBusy": 18, "stores_the_first_alone": 2,
     "queues_nothing_again": 28, "stores_in_the_first_tier_alone": 5,
     "stores_under_the_next_key": 2, "has_no_capacity_any_more": 2,
-    "never_tries_a_disk_again": 58, "takes_a_failed_write_for_done": 111,
+    "never_tries_a_disk_again": 58, "takes_a_failed_write_for_done": 477,
 }  # fmt: skip
 
 
