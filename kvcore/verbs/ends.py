@@ -1,4 +1,4 @@
-"""What a look-up says of the known ends of cached content (`kvcore.tables.ends`).
+"""The known ends of cached content that a look-up shows (`kvcore.tables.ends`).
 
 A prompt learns the lengths at which cached content branches off its tokens. If it goes on from a
 hit, the ends before that one are older turns of the same text, and no longer expected to be hit:
@@ -22,7 +22,7 @@ from kvcore.verbs.states import only_branches_of_states
 
 @final
 class Sight:
-    """What a look-up has seen of the cached content along a prompt.
+    """The cached content along a prompt, as a look-up has seen it.
 
     Attributes:
         branches: the lengths at which the cached content of a group goes on otherwise.

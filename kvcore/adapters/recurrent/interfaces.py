@@ -26,7 +26,7 @@ class KeyValueStore(Protocol):
 
 
 class Steps(Protocol):
-    """What computes with the states of a pass, for packed rows of all its sequences.
+    """The computations on the states of a pass, for packed rows of all its sequences.
 
     Records are those of `backends`.
     """

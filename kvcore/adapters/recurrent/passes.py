@@ -112,7 +112,7 @@ class Operations(Protocol):
         """The forward of a module with all functions replaced that can be; None: none can."""
 
     def steps(self, tensors: StateTensors, rows: "StateRows") -> Steps:
-        """What steps the states of a pass."""
+        """The computations that step the states of a pass."""
 
 
 class Run(NamedTuple):

@@ -214,7 +214,7 @@ def _caps_of(specs: tuple[Any, ...], told: dict[str, Any]) -> tuple[int | None, 
 
 
 def _kinds_of(specs: tuple[Any, ...], places: tuple[int, ...], num_groups: int) -> list[list[Kind]]:
-    """Return for each group of kvcore what vLLM's events say of its own."""
+    """Return the index, kind and window of vLLM's groups for each group of kvcore, for events."""
     kinds: list[list[Kind]] = [[] for _ in range(num_groups)]
     for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
         kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
