@@ -116,6 +116,43 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_FILE_LINES = 700  # of a file that is more than one class
 MAX_CODE_LINES = 535  # 500 once the deprecated aliases of KVCacheManager are gone
 MAX_FUNCTION_LINES = 60
+
+# The most of each that `python -m tests.sizes` may count: a change that needs more says so here.
+BUDGETS = {
+    "lines of backends": 2_141,
+    "lines of backends/conformance": 1_934,
+    "lines of backends/numba_cpu": 3_007,
+    "lines of backends/triton_gpu": 8_719,
+    "lines of kvcore": 4_660,
+    "lines of kvcore/adapters": 5_371,
+    "lines of kvcore/eviction": 766,
+    "lines of kvcore/identity": 606,
+    "lines of kvcore/inspect": 695,
+    "lines of kvcore/tables": 828,
+    "lines of kvcore/testing": 4_061,
+    "lines of kvcore/tiers": 3_554,
+    "lines of kvcore/verbs": 2_874,
+    "lines of kvcore/wire": 2_659,
+    "lines of model": 4_263,
+    "lines of model/attention": 2_398,
+    "lines of model/caches": 1_342,
+    "lines of model/cli": 3_766,
+    "lines of model/cluster": 1_594,
+    "lines of model/compile": 3_345,
+    "lines of model/control": 4_656,
+    "lines of model/forward": 3_758,
+    "lines of model/load": 3_414,
+    "lines of model/ranks": 826,
+    "lines of model/sample": 2_487,
+    "lines of model/serve": 5_774,
+    "lines of model/tiny": 43,
+    "lines of tests": 85_629,
+    "lines of the product": 79_541,
+    "arrows between folders of model": 79,
+    "docstrings that begin with What, Whether or See": 505,
+    "places with private names of other libraries": 103,
+}
+
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
 
 
