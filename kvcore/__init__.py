@@ -4,7 +4,6 @@ It decides which block of a KV cache holds which tokens of which sequence, and w
 share a block. It needs the standard library and xxhash, and imports no tensor library.
 """
 
-import warnings
 from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Final, Literal
@@ -85,14 +84,6 @@ build: Final[Literal["compiled", "python"]] = (
 )
 """The kind of this installation: compiled by mypyc, or plain Python, several times slower."""
 
-_RENAMED = {
-    "Item": "MultimodalItem",
-    "NameAlgorithm": "HashAlgorithm",
-    "NameChain": "HashChain",
-    "UntoldTokensError": "UnknownTokensError",
-    "block_names": "block_hashes",
-}
-
 _WHERE = {  # the modules of names that are imported on first use: serving does not need them
     **dict.fromkeys(["Histogram", "LifetimeRecorder", "LifetimeStats"], "eviction.lifetimes"),
     **dict.fromkeys(["PROPERTIES", "check"], "inspect.invariants"),
@@ -102,15 +93,11 @@ _WHERE = {  # the modules of names that are imported on first use: serving does 
 
 
 def __getattr__(name: str) -> object:
-    """Import a name on first use, or return what a deprecated name stands for now."""
-    if name in _WHERE:
-        value = globals()[name] = getattr(import_module(f"kvcore.{_WHERE[name]}"), name)
-        return value
-    if name not in _RENAMED:
+    """Import a name on first use."""
+    if name not in _WHERE:
         raise AttributeError(f"module 'kvcore' has no attribute {name!r}")
-    new = _RENAMED[name]
-    warnings.warn(f"kvcore.{name} is deprecated: use kvcore.{new}", DeprecationWarning, 2)
-    return globals()[new]
+    value = globals()[name] = getattr(import_module(f"kvcore.{_WHERE[name]}"), name)
+    return value
 
 
 __all__ = [

@@ -9,7 +9,6 @@ mean the same to an `if`, and not to a reader.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol, SupportsIndex, TypeVar
 
@@ -19,11 +18,6 @@ _Item = TypeVar("_Item")
 
 MAX_COUNT: Final = 2**62
 """The largest number of tokens, blocks or steps that a call accepts."""
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn that a public name is deprecated. The caller of the caller is named as its user."""
-    warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
 
 
 class Flag(Protocol):

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from kvcore.arguments import warn_renamed
 from kvcore.block import Node
 from kvcore.errors import InvalidArgumentError
 from kvcore.identity.block_hash import BlockHash, HashAlgorithm, digest, hashes_after
@@ -56,12 +55,6 @@ class BlocksStored:
     before: bytes = b""
 
     @property
-    def names(self) -> tuple[BlockHash, ...]:
-        """Return `block_hashes`. Deprecated."""
-        warn_renamed("BlocksStored.names", "block_hashes")
-        return self.block_hashes
-
-    @property
     def packed(self) -> bytes:
         """The tokens of the whole run, 4 bytes each. O(tokens)."""
         size = self.block_size * BYTES_PER_TOKEN
@@ -86,12 +79,6 @@ class BlocksRemoved:
     number: int
     group: int
     block_hashes: tuple[BlockHash, ...]
-
-    @property
-    def names(self) -> tuple[BlockHash, ...]:
-        """Return `block_hashes`. Deprecated."""
-        warn_renamed("BlocksRemoved.names", "block_hashes")
-        return self.block_hashes
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from kvcore.arguments import (
     as_int,
     as_list,
     check_sum,
-    warn_renamed,
 )
 from kvcore.block import Block, BlockId
 from kvcore.content_tree import snapshot
@@ -393,11 +392,6 @@ class KVCacheManager:
         check_expected(seq, len(packed), first)
         stepping.resolve(self.pool, seq, packed.tolist(), self.max_model_len)
 
-    def tell(self, seq: KVSequence, tokens: Tokens, *, start: SupportsIndex | None = None) -> None:
-        """Do what `resolve` does. Deprecated."""
-        warn_renamed("KVCacheManager.tell", "resolve")
-        self.resolve(seq, tokens, start=start)
-
     def commit(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """State that the KV of the next `num_tokens` tokens is written.
 
@@ -682,13 +676,11 @@ class KVCacheManager:
         self,
         seqs: Sequence[KVSequence],
         num_computed: SupportsIndex | Sequence[SupportsIndex] | None = None,
-        tokens: Tokens | None = (),
+        tokens: Tokens = (),
         *,
         num_known: SupportsIndex | Sequence[SupportsIndex] | None = None,
         num_expected: SupportsIndex | Sequence[SupportsIndex] | None = None,
         num_reserved: SupportsIndex | Sequence[SupportsIndex] | None = None,
-        num_joining: Sequence[SupportsIndex] | None = None,
-        room: Sequence[SupportsIndex] | None = None,
     ) -> tuple[Growth, ...]:
         """Advance every sequence of a step to the next forward pass, or none of them.
 
@@ -715,9 +707,6 @@ class KVCacheManager:
             num_expected: the number of expected tokens to append; None: none.
             num_reserved: the number of tokens after the computed ones to reserve blocks for; None:
                 all tokens that it has after the step.
-            num_joining: deprecated: `num_known`, or `num_expected` where `tokens` is None, which
-                means that nothing became known and one token is expected.
-            room: deprecated: `num_reserved`.
 
         Returns:
             The appended blocks, in the order of the sequences; only tables that grew.
@@ -730,13 +719,6 @@ class KVCacheManager:
                 computed than there are, or `tokens` has the wrong length.
             SequenceTooLongError: a sequence would exceed `max_model_len`.
         """
-        if tokens is None or num_joining is not None or room is not None:
-            warn_renamed("KVCacheManager.step(tokens=None, num_joining=, room=)", "num_expected")
-            num_reserved = num_reserved if room is None else room
-            if tokens is None:
-                tokens, num_known, num_expected = (), 0, 1 if num_joining is None else num_joining
-            else:
-                num_known = num_joining
         running = seqs.copy() if type(seqs) is list else as_list("seqs", seqs)
         count = len(running)
         became_known = pack(tokens).tolist()
@@ -804,18 +786,6 @@ class KVCacheManager:
             if firsts is not None or counts[index] > seq.num_unknown_tokens:
                 check_expected(seq, counts[index], None if firsts is None else firsts[index])
         self.step(running, 0, tokens, num_known=counts, num_reserved=0)
-
-    def tell_step(
-        self,
-        seqs: Sequence[KVSequence],
-        tokens: Tokens,
-        *,
-        num_told: Sequence[SupportsIndex] | None = None,
-        starts: Sequence[SupportsIndex] | None = None,
-    ) -> None:
-        """Do what `resolve_step` does. Deprecated."""
-        warn_renamed("KVCacheManager.tell_step", "resolve_step")
-        self.resolve_step(seqs, tokens, num_resolved=num_told, starts=starts)
 
     def write_step(
         self,

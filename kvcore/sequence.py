@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex, final
 
-from kvcore.arguments import as_int, warn_renamed
+from kvcore.arguments import as_int
 from kvcore.block import BlockId
 from kvcore.errors import (
     InvalidArgumentError,
@@ -131,12 +131,6 @@ class KVSequence:
     def num_tokens(self) -> int:
         """The number of tokens, computed or not, known or not. O(1)."""
         return len(self.packed) + self.num_unknown_tokens
-
-    @property
-    def num_untold_tokens(self) -> int:
-        """Return `num_unknown_tokens`. Deprecated."""
-        warn_renamed("KVSequence.num_untold_tokens", "num_unknown_tokens")
-        return self.num_unknown_tokens
 
     @property
     def num_settled_tokens(self) -> int:
@@ -256,13 +250,6 @@ class KVSequence:
         if chain is None or chain.algorithm != algorithm or chain.block_size != size:
             chain = self.chain = HashChain(self.namespace_key or b"", size, algorithm)
         return chain.hashes(self.packed, table.num_published, self.items)
-
-    def block_names(
-        self, algorithm: HashAlgorithm = "xxh3-128", *, group: SupportsIndex = 0
-    ) -> tuple[BlockHash, ...]:
-        """Return `block_hashes`. Deprecated."""
-        warn_renamed("KVSequence.block_names", "block_hashes")
-        return self.block_hashes(algorithm, group=group)
 
     def cut_hashes(self, num_tokens: int) -> None:
         """Forget the hashes of blocks that the first `num_tokens` tokens do not fill. O(1)."""

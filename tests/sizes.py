@@ -18,7 +18,7 @@ from tests.architecture import BUDGETS, FUNCTIONS, PACKAGES, imported_names
 
 _QUESTIONS = re.compile(r"(What|Whether|See)\b")
 _PRIVATE = re.compile(r"_[A-Za-z](\w*[A-Za-z0-9])?")
-_DOCUMENTED = {"_asdict", "_exit"}  # of named tuples and of os, which begin with a line all the same
+_DOCUMENTED = {"_asdict", "_exit"}  # of named tuples and of os
 _DOTTED = re.compile(r"\w+(\.\w+)*")
 
 

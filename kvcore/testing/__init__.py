@@ -7,8 +7,6 @@ nothing leaks, and the other properties of docs/reference/properties.md that can
 needs Hypothesis (`pip install 'kvcore[testing]'`); nothing else of kvcore imports it.
 """
 
-import warnings
-
 try:
     from kvcore.testing.machine import AllocatorMachine
     from kvcore.testing.machines import (
@@ -48,18 +46,6 @@ from kvcore.testing.protocol import (
 )
 from kvcore.testing.serving import Chunk, Load, Plan, Scheduling, check_scheduler
 from kvcore.testing.tiering import Ended, KilledError, Move, Tiering, check_tier
-
-_RENAMED = {"GroupDriver": "Driver", "Tells": "Resolves", "TellsEvents": "RecordsEvents"}
-
-
-def __getattr__(name: str) -> object:
-    """Return what a deprecated name stands for now."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module 'kvcore.testing' has no attribute {name!r}")
-    new = _RENAMED[name]
-    warnings.warn(f"kvcore.testing.{name} is deprecated: use {new}", DeprecationWarning, 2)
-    return globals()[new]
-
 
 __all__ = [
     "EVERYTHING",

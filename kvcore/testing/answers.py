@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from kvcore.testing.errors import AdapterError
-from kvcore.testing.protocol import OLD_NAMES, OPTIONAL_VERBS, VERBS, Promise
+from kvcore.testing.protocol import OPTIONAL_VERBS, VERBS, Promise
 
 
 def check_adapter(adapter: object) -> frozenset[Promise]:
@@ -22,12 +21,9 @@ def check_adapter(adapter: object) -> frozenset[Promise]:
     for promise, verbs in OPTIONAL_VERBS.items():
         wanted += verbs if promise in promises else ()
     name = type(adapter).__name__
-    missing = [verb for verb in wanted if find_verb(adapter, verb) is None]
+    missing = [verb for verb in wanted if not callable(getattr(adapter, verb, None))]
     if missing:
         raise AdapterError(f"{name} has no {', '.join(missing)}")
-    for new, old in OLD_NAMES.items():
-        if new in wanted and not callable(getattr(adapter, new, None)):
-            warnings.warn(f"{name}.{old} is deprecated: use {new}", DeprecationWarning, 3)
     if Promise.GROUPS in promises:
         _check_windows(getattr(adapter, "windows", None))
     return frozenset(promises)
@@ -37,15 +33,6 @@ def _check_windows(windows: object) -> None:
     is_list = isinstance(windows, Collection) and not isinstance(windows, str) and len(windows) > 0
     if not is_list or not all(w is None or (type(w) is int and w > 0) for w in windows):  # type: ignore[attr-defined]
         raise AdapterError(f"windows: wanted a number of tokens or None a group, got {windows!r}")
-
-
-def find_verb(adapter: object, verb: str) -> Callable[..., object] | None:
-    """Return an adapter's verb, which may still have its old name; None: there is none."""
-    for name in (verb, OLD_NAMES.get(verb, verb)):
-        found: object = getattr(adapter, name, None)
-        if callable(found):
-            return found
-    return None
 
 
 def as_count(verb: str, value: object) -> int:

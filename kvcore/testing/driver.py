@@ -12,7 +12,6 @@ the promises of `WITH_GROUPS` are tested.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -205,11 +204,6 @@ class Driver:
             self._write(request, known, known + 1)
         self.seen["resolved"] += 1
         self.agree()
-
-    def tell(self, request: Request) -> None:
-        """Do what `resolve` does. Deprecated."""
-        warnings.warn("Driver.tell is deprecated: use resolve", DeprecationWarning, 2)
-        self.resolve(request)
 
     def finish(self, request: Request) -> None:
         """End a request in any state."""

@@ -7,7 +7,6 @@ Nothing here calls an allocator.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -101,12 +100,6 @@ class Request:
     @block_table.setter
     def block_table(self, table: list[int]) -> None:
         self.tables = [table]
-
-    @property
-    def told(self) -> list[int]:
-        """Return `block_table`. Deprecated."""
-        warnings.warn("Request.told is deprecated: use block_table", DeprecationWarning, 2)
-        return self.block_table
 
     @property
     def blocks(self) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvcore.testing.answers import find_verb
 from kvcore.testing.errors import BrokenError, CrashError, PropertyError, Step
 from kvcore.testing.ghost import Lease, Request
 
@@ -78,7 +77,7 @@ class Program:
 
     def _make(self, verb: str, arguments: tuple[object, ...]) -> object:
         passed = [a.handle if isinstance(a, Request | Lease) else a for a in arguments]
-        return find_verb(self.allocator, verb)(*passed)  # type: ignore[misc]  # it was checked
+        return getattr(self.allocator, verb)(*passed)  # it was checked
 
     def _write(self, target: str, verb: str, arguments: tuple[object, ...]) -> None:
         shown = [a.name if isinstance(a, Request | Lease) else repr(a) for a in arguments]

@@ -37,7 +37,6 @@ class Promise(Enum):
     FORK = "there is `fork`"
     RESET = "there is `reset`"
     RESOLVE = "there are `expect` and `resolve`: tokens become known later, and hit only after that"
-    TELL = RESOLVE  # deprecated
     PARTS = "`commit` takes any part of what there is room for, where `reserve` took all at once"
     ITEMS = "there is `begin_with`: items (images, say) are part of what the blocks hold"
     LEASE = "there are `lease` and `end_lease`: no leased block is handed out before the end"
@@ -263,5 +262,3 @@ OPTIONAL_VERBS: Final = {
     Promise.GROUPS: ("block_tables",),
     Promise.STATES: ("states",),
 }
-OLD_NAMES: Final = {"resolve": "tell", "block_hashes": "names"}
-"""Deprecated names of verbs, which an adapter may still have."""

@@ -8,8 +8,6 @@ both.
 Needs pyzmq and msgspec (`pip install 'kvcore[events]'`). Nothing else of kvcore imports it.
 """
 
-import warnings
-
 from kvcore.wire.encoder import Encoder, HashForm, wire_hashes
 from kvcore.wire.errors import ClosedError, EndpointError, MalformedError, WireError
 from kvcore.wire.follower import Follower, FollowerStats
@@ -31,8 +29,6 @@ from kvcore.wire.messages import (
 from kvcore.wire.publisher import Publisher, PublisherStats
 from kvcore.wire.subscriber import Source, SourceStatus, Subscriber
 from kvcore.wire.transport import Socket, Transport, ZmqTransport, check_endpoint
-
-_RENAMED = {"NameForm": "HashForm", "WireName": "WireHash", "wire_names": "wire_hashes"}
 
 __all__ = [
     "END",
@@ -70,12 +66,3 @@ __all__ = [
     "encode",
     "wire_hashes",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Return what a deprecated name stands for now."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module 'kvcore.wire' has no attribute {name!r}")
-    new = _RENAMED[name]
-    warnings.warn(f"kvcore.wire.{name} is deprecated: use {new}", DeprecationWarning, 2)
-    return globals()[new]

@@ -70,38 +70,3 @@ def seconds_to(statement):
     script = f"import sys; sys.path[:0] = {sys.path!r}; import time; {clock}"
     command = [sys.executable, "-I", "-c", script]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("Item", "MultimodalItem"),
-        ("NameAlgorithm", "HashAlgorithm"),
-        ("NameChain", "HashChain"),
-        ("UntoldTokensError", "UnknownTokensError"),
-        ("block_names", "block_hashes"),
-    ],
-)
-def test_a_former_public_name_still_works_and_warns(old, new):
-    with pytest.warns(DeprecationWarning, match=f"use kvcore.{new}"):
-        assert getattr(kvcore, old) is getattr(kvcore, new)
-
-
-def test_former_methods_and_arguments_still_work_and_warn():
-    kv = kvcore.KVCacheManager(9, 2, record_events="xxh3-128")
-    seq, other = kv.open([1, 2]), kv.open([3, 4])
-    kv.reserve_step([seq, other], [3, 3])
-    with pytest.warns(DeprecationWarning, match="num_expected"):
-        kv.step([seq, other], [2, 2], None, room=[1, 1])
-    with pytest.warns(DeprecationWarning, match="num_unknown_tokens"):
-        assert seq.num_untold_tokens == 1
-    with pytest.warns(DeprecationWarning, match="resolve"):
-        kv.tell(seq, [5], start=2)
-    with pytest.warns(DeprecationWarning, match="resolve_step"):
-        kv.tell_step([other], [6], num_told=[1])
-    assert (seq.tokens, other.tokens) == ((1, 2, 5), (3, 4, 6))
-    with pytest.warns(DeprecationWarning, match="block_hashes"):
-        assert seq.block_names() == seq.block_hashes()
-    stored = kv.events.take()[0]
-    with pytest.warns(DeprecationWarning, match="block_hashes"):
-        assert stored.names == stored.block_hashes

@@ -381,25 +381,6 @@ def test_a_driver_can_be_driven_by_hand():
     assert driver.seen["hits"] == 1
 
 
-def test_the_old_names_of_verbs_are_deprecated_and_work():
-    class Old(OurAllocator):
-        tell, names = OurAllocator.resolve, OurAllocator.block_hashes
-        resolve = block_hashes = None
-
-    with pytest.warns(DeprecationWarning, match=r"Old\.(tell|names) is deprecated: use"):
-        driver = testing.Driver(Old())
-    driver.start(6, 2)
-    request = driver.begin([1, 2, 3])
-    driver.expect(request, 4)
-    with pytest.warns(DeprecationWarning, match="use resolve"):
-        driver.tell(request)
-    with pytest.warns(DeprecationWarning, match="use block_table"):
-        assert request.told == request.block_table
-    with pytest.warns(DeprecationWarning, match="use Driver"):
-        assert testing.GroupDriver is testing.Driver
-    assert Promise.TELL is Promise.RESOLVE
-
-
 def fork_and_finish_both(driver, request):
     child = driver.fork(request)
     driver.finish(request)
