@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether `open` and `reserve` of the whole sequence would succeed now."""
+        """True if `open` and `reserve` of the whole sequence would succeed now."""
         return self.fits_above(0)
 
     def fits_above(self, watermark: SupportsIndex) -> bool:

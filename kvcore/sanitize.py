@@ -55,7 +55,7 @@ class SanitizerError(KVCoreError):
 
 @dataclass(slots=True)
 class _Shadow:
-    """What is known of one block: whose it is (None: a fork's, copied), what its slots hold."""
+    """The known state of one block: its writer (None: copied in a fork) and its slots' tokens."""
 
     group: int
     index: int
@@ -65,7 +65,7 @@ class _Shadow:
 
 @dataclass(slots=True)
 class _StateShadow:
-    """What is known of one piece of a recurrent state: the tokens that it has seen, and of whom."""
+    """The known state of one piece of a recurrent state: its writer and the tokens before it."""
 
     piece: int
     writer: KVSequence
@@ -272,11 +272,14 @@ class Shadow:
         self._fail("kernel", message)
 
     def name_of(self, seq: KVSequence) -> str:
-        """What the calls of an error call a sequence. O(1)."""
+        """Return the name that the list of calls in an error gives a sequence. O(1)."""
         return self._name(seq)
 
     def whose(self, block_id: int) -> str:
-        """Who has a block, or has written it last, in words. O(sequences * blocks of each)."""
+        """Return in words which sequence has a block, or else which one wrote it last.
+
+        O(sequences * blocks of each).
+        """
         for seq in self._names:
             if any(block_id in table.block_ids for table in seq.tables):
                 return self._name(seq)

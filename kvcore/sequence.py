@@ -124,7 +124,7 @@ class KVSequence:
 
     @property
     def is_open(self) -> bool:
-        """Whether the sequence is open. O(1)."""
+        """True if the sequence is open. O(1)."""
         return self.owner is not None
 
     @property

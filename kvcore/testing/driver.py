@@ -444,7 +444,7 @@ class Driver:
         return chr(ord("a") + number) if number < 26 else f"r{number}"
 
     def _is_placed(self, request: Request) -> bool:
-        """Whether its hits are in its table: from `begin` on, or from the first `reserve` on."""
+        """Return True if a request's hits are in its table: with HOLD, or once it has reserved."""
         return Promise.HOLD in self.promises or bool(request.blocks)
 
     def _must_hit(self, request: Request) -> None:

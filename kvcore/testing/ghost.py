@@ -1,4 +1,4 @@
-"""What the GPU's memory would hold: for each slot of each block, the prefix it was computed from.
+"""A model of the GPU's memory: for each slot of each block, the prefix that it was computed from.
 
 Every prefix (a tenant, an epoch, a layer group, and tokens up to some position) has a number; KV is
 right for a request at a position if and only if the number in that slot is the request's own.

@@ -47,12 +47,12 @@ class Finding:
 
 @dataclass(slots=True)
 class Result:
-    """What a search has found, and what it has seen.
+    """The failures that a search has found, and the events that it has seen.
 
     Attributes:
         promises: what the allocator promises.
         machines: the names of those that ran, in order.
-        findings: what goes wrong, each key once.
+        findings: the failures, each key once.
         seen: how often each kind of event was seen; what is missing was not tested.
         known: how often each known failure was met.
         num_rounds: how often each machine ran.
@@ -129,7 +129,7 @@ def hunt(
 
 
 def _found_now(result: Result, seed: int) -> bool:
-    """Whether the last round has found something: then there may be more behind it."""
+    """Return True if the last round has found something: then there may be more behind it."""
     last = seed + result.num_rounds - 1
     return any(finding.seed == last for finding in result.findings)
 

@@ -30,12 +30,12 @@ _NUM_TOKENS: Final = 5
 
 
 class Chunk(NamedTuple):
-    """What a step computes of one request.
+    """The tokens of one request that a step computes.
 
     Attributes:
         request: its name.
         start: the position of the first token.
-        num_tokens: how many.
+        num_tokens: the number of tokens.
         block_table: its block ids.
     """
 
@@ -60,7 +60,7 @@ class Load(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a step computes, and the loads that begin with it."""
+    """The chunks that a step computes, and the loads that begin with it."""
 
     chunks: Sequence[Chunk]
     loads: Sequence[Load]

@@ -363,7 +363,10 @@ class _Run:
         return is_found
 
     def _has_room(self, key: bytes, since: int | None) -> bool:
-        """Whether fewer others than have room came since then; None: it is not there."""
+        """Return True if a key that is there since `since` (None: it is not) must still be there.
+
+        It must while at most `room` keys, itself included, were stored or loaded since then.
+        """
         return since is not None and len({*self.used[since:]} - {key}) < self.room
 
     def _advance(self) -> bool:

@@ -1,4 +1,4 @@
-"""What must hold after every call, as far as it can be seen from outside."""
+"""The checks after every call, of all that can be seen from outside an allocator."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def resolve(pool: BlockPool, seq: KVSequence, tokens: list[int], longest: int | 
 
 @final
 class Moves:
-    """What a step does with each of its sequences, in the order in which it happens.
+    """The changes of a step to each of its sequences, in the order in which they happen.
 
     Attributes:
         tokens: the token ids that became known, one sequence after another.

@@ -247,7 +247,7 @@ class _Link:
 
     @property
     def sockets(self) -> list[Socket]:
-        """What it waits for. O(1)."""
+        """The sockets to poll: the live one, and that of a replay while it is expected. O(1)."""
         return [self._live] if self._asked is None else [self._live, self._asked]
 
     def join(self) -> None:

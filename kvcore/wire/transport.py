@@ -52,14 +52,14 @@ class Socket(Protocol):
 
 
 class Transport(Protocol):
-    """What a publisher or subscriber needs of the world."""
+    """The sockets, threads and clocks that a publisher or a subscriber uses."""
 
     def now_s(self) -> float:
-        """A clock, in seconds; only differences mean anything. O(1)."""
+        """Return the reading of a clock, in seconds; only differences mean anything. O(1)."""
         ...
 
     def time_s(self) -> float:
-        """The time, in seconds since 1970. O(1)."""
+        """Return the time, in seconds since 1970. O(1)."""
         ...
 
     def publish(self, endpoint: str) -> Socket:
@@ -69,7 +69,7 @@ class Transport(Protocol):
     def answer(self, endpoint: str) -> Socket:
         """Open a socket that receives requests and sends answers. Raises: EndpointError.
 
-        The first frame of a request says where it is from; that of an answer, where it goes.
+        The first frame of a request is the address of its sender; that of an answer, of its reader.
         """
         ...
 
@@ -78,8 +78,8 @@ class Transport(Protocol):
 
         Args:
             endpoint: where it is published.
-            topic: what the first frame begins with.
-            max_bytes: the largest message; who sends a larger one is cut off.
+            topic: the bytes that the first frame begins with.
+            max_bytes: the largest message; a sender of a larger one is disconnected.
         """
         ...
 
@@ -101,7 +101,7 @@ class Transport(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread has been started and has not ended. O(1)."""
+        """True if the thread has been started and has not ended. O(1)."""
         ...
 
     def join(self, timeout_s: float) -> None:
@@ -242,7 +242,7 @@ class ZmqTransport:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread has not ended. O(1)."""
+        """True if the thread has been started and has not ended. O(1)."""
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
