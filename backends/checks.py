@@ -291,7 +291,7 @@ def check_choose_tokens(
 def check_attend_chosen(
     backend: Backend, batch: PagedBatch, chosen: Tensor, terms: AttentionTerms
 ) -> None:
-    """What `attend_chosen` takes beside the arguments of `paged_attention`, which checks these."""
+    """Raise unless `chosen` and `terms` suit `attend_chosen`; `paged_attention` checks the rest."""
     _check_chosen(backend, "chosen", chosen, batch.num_tokens, batch.device)
     if terms.window is not None:
         raise UnsupportedError("terms.window", "None beside chosen tokens", str(terms.window))

@@ -1,4 +1,4 @@
-"""What can go wrong in the data plane, as types.
+"""The errors of the data plane, as types.
 
 Every error names the argument or the backend, what was wanted and what it got.
 """

@@ -27,7 +27,7 @@ _BUILT_IN = (
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """Whether a backend can run here; `reason` says why not, and is empty where it can."""
+    """The availability of a backend here; `reason` is empty where it can run."""
 
     name: str
     available: bool

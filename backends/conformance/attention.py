@@ -148,7 +148,7 @@ def _shared(base: AttentionCase) -> tuple[AttentionCase, ...]:
 
 
 def _shapes(base: AttentionCase) -> list[AttentionCase]:
-    """What kernels are cut by: batches of every mixture, few tokens over long contexts, sizes."""
+    """Return cases of all shapes: mixed batches, few tokens over long contexts, all sizes."""
     many = ((1, 2100), (1, 9), (1, 700), (1, 1), (1, 260), (1, 33))
     cases = [
         base.with_(name="ragged", seqs=many),

@@ -31,8 +31,8 @@ from backends.states import (
 )
 
 MODES = ("new", "same", "first", "peek", "shared", "nowhere")
-"""What a sequence does: reads its slot and writes another one; the same one; reads none; writes
-none; reads the first sequence's slot; neither reads nor writes."""
+"""The modes of a sequence: it reads its slot and writes another one; reads and writes the same one;
+reads none; writes none; reads the first sequence's slot; neither reads nor writes."""
 LAYERS = ("conv", "delta", "KDA", "mamba")
 """A short convolution; the delta rule; with a decay per channel; a gate without the delta rule."""
 

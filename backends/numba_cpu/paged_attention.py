@@ -46,7 +46,7 @@ SERIAL_COST = 1 << 18  # multiply-adds below which a second thread costs more th
 
 
 class _Kernels(NamedTuple):
-    """What is compiled here; tensors come as their addresses."""
+    """The compiled functions of this file; they take tensors as addresses."""
 
     prepare: Callable[..., tuple[int, int, int, int, int]]
     attend: Callable[..., None]
@@ -154,7 +154,7 @@ def _kernels(source_digest: int) -> _Kernels:
 
 
 class AttentionPlan(NamedTuple):
-    """What is known of calls with one signature."""
+    """The checked arguments of all calls with one signature."""
 
     tags: tuple[Tag, Tag]  # of query and out, of the caches
     strides: tuple[int, ...]  # query 2, k_cache 3, v_cache 3, out 2

@@ -25,7 +25,7 @@ FAULTS = (
     "seq_lens",
     "block_table",
 )
-"""What `check_batch` can find, by its first result."""
+"""The fields that `check_batch` may find wrong, by its first result; the first: none is."""
 
 
 @jit()

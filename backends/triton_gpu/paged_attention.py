@@ -157,7 +157,7 @@ def plan_attention(
 
 
 def cuts_keys(plan: Launch | hopper_prefill.Plan, batch: PagedBatch) -> bool:
-    """Whether prefill takes sequences of one query token too, so that decode is not launched.
+    """Return True if prefill serves sequences of one query token too: decode is not launched.
 
     Where it may cut the keys of a few sequences: it reads those of one token more slowly than
     decode does, and that costs less than two more launches.

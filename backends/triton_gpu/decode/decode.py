@@ -175,7 +175,7 @@ def _attend_chunk(
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     layer: Layer
     cut: Cut

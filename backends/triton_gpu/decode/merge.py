@@ -197,7 +197,7 @@ def _merge_parts(
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     cut: Cut
     o_head: int

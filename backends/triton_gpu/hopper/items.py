@@ -108,7 +108,7 @@ class Land(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the programs work on."""
+    """The numbers of items, of tiles and of their pieces."""
 
     items: gl.tensor
     """Of this program."""
@@ -140,7 +140,7 @@ class Item(NamedTuple):
 
 @gluon_function
 def count_work(given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
-    """What this program and all others work on."""
+    """Return the number of this program's items, and the tiles and pieces of all programs."""
     if FORM.planned:
         tiles = gl.load(given.work)
         pieces = tiles * 0 + 1

@@ -16,7 +16,7 @@ from backends.triton_gpu.hopper.items import HALF, find_rows, gluon_function
 
 
 class State(NamedTuple):
-    """What a group has of its rows so far."""
+    """The running sums of a group's rows."""
 
     weights: gl.tensor
     """Of the last tile of keys, whose values are not yet in the sums."""

@@ -76,7 +76,7 @@ class _Tiles(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """What a program attends: the keys begin .. end - 1, with rows from this token on."""
+    """The share of a program: the keys begin .. end - 1, with rows from this token on."""
 
     begin: gl.tensor
     end: gl.tensor
@@ -370,7 +370,7 @@ class Registers(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     layer: Layer
     cut: Cut
@@ -382,14 +382,17 @@ class Form(NamedTuple):
 
     @property
     def registers(self) -> Registers:
-        """Few rows leave a multiprocessor 16,384, which a program of the merge takes."""
+        """The registers of a thread, by the work of its warps.
+
+        Few rows leave a multiprocessor 16,384, which a program of the merge takes.
+        """
         if self.rows >= ROWS_OF_LARGE_SUMS:
             return Registers(multiply=200, copy=96, launch=168)
         return Registers(multiply=144, copy=96, launch=128)
 
 
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
-    """Whether this path serves the call; the portable kernel of `latent` serves every other.
+    """Return True if this path serves the call; the portable kernel of `latent` serves all others.
 
     It takes a GPU of compute capability 9.x; 16-bit queries and latents of the same dtype, of 512
     or 256 or 128 values and 64 more numbers.

@@ -277,7 +277,7 @@ class Plan:
     merge: Launch | None
     tile: Launch
     order: Order | None
-    """What lists the tiles, for a kernel that reads a list."""
+    """The kernel that lists the tiles; None: the tiles need no list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ class Shape:
 
 
 class Form(NamedTuple):
-    """What the portable kernels are compiled for."""
+    """The compile-time values of the portable kernels."""
 
     layer: Layer
     tile: int

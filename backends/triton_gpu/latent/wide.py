@@ -86,7 +86,7 @@ class _Tiles(NamedTuple):
     weights: gl.tensor
     """Of one tile."""
     scales: gl.tensor
-    """What a row's earlier sums are multiplied by, and at the end the result."""
+    """The factors of the rows' earlier sums, and at the end of the results."""
     ready: gl.tensor
     """Barriers: the queries are there."""
     free: gl.tensor
@@ -110,7 +110,7 @@ class _Half(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a program attends: the keys begin .. end - 1 of a sequence, rows from a token on."""
+    """The share of a program: the keys begin .. end - 1 of a sequence, rows from a token on."""
 
     table: gl.tensor
     begin: gl.tensor
@@ -132,7 +132,7 @@ class _Work(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What each warp finds its program's work by, of tiles of tokens."""
+    """The arguments from which each warp reads its program's work, of tiles of tokens."""
 
     tables: gl.tensor
     table_stride: gl.tensor
@@ -476,7 +476,7 @@ def _store(
 def _attend(
     boxes: gl.tensor, work: gl.tensor, call: gl.tensor, target: gl.tensor, FORM: gl.constexpr
 ) -> None:
-    """What both kernels do once they know their work."""
+    """Attend to the program's keys, once its work is known: the common part of both kernels."""
     q_wide, q_rest, c_wide, c_rest = boxes
     HALF: gl.constexpr = FORM.half
     REST: gl.constexpr = FORM.layer.rest_dim
@@ -575,7 +575,7 @@ def attend_tile(
 
 
 class Form(NamedTuple):
-    """What the kernels are compiled for."""
+    """The compile-time values of the kernels."""
 
     layer: Layer
     heads: int
@@ -594,12 +594,12 @@ class Form(NamedTuple):
 
     @property
     def cuts(self) -> bool:
-        """A program has one part; otherwise tiles of tokens."""
+        """True if a program has one part; otherwise it has tiles of tokens."""
         return self.cut is not None
 
     @property
     def half(self) -> int:
-        """Numbers of a value that a group has."""
+        """The numbers of a value that a group has."""
         return self.layer.head_dim // 2
 
     @property
@@ -645,7 +645,7 @@ def slices_of(num_heads: int) -> int:
 
 
 def form_of(layer: Layer, cache: KVCache, out: Tensor, cut: Cut | None, *, chained: bool) -> Form:
-    """What a kernel for such a layer is compiled for."""
+    """Return the compile-time values of a kernel for such a layer."""
     slots = cache.k.stride(0) // cache.k.stride(1)
     return Form(layer, heads_a_program(layer.num_heads), slots, out.stride(0), cut, chained)
 
@@ -664,7 +664,7 @@ def boxes_of(form: Form, query: Tensor, cache: KVCache) -> tuple[Box, ...]:
 
 
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
-    """Whether these kernels serve the call; `hopper` or `latent` serves every other.
+    """Return True if these kernels serve the call; `hopper` or `latent` serves every other.
 
     It takes what `hopper` does, a block_size that is a power of two from 8, and what the copy
     engine asks for: addresses and strides in steps of 16 bytes, blocks a whole number of slots

@@ -66,7 +66,7 @@ def find_tile(
 
 
 class _Batch(NamedTuple):
-    """What the order is made of."""
+    """The inputs of the order."""
 
     query_start_loc: tl.tensor
     seq_lens: tl.tensor
@@ -210,7 +210,7 @@ def _rank(
 
 
 class Cut(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     tokens: int
     """As in `Items`, up to `split`."""
@@ -237,7 +237,7 @@ class Items:
     programs: int
     """That share the items."""
     split: bool
-    """Whether keys may be cut."""
+    """True if the keys of a tile may be cut into several items."""
 
     @property
     def ranks(self) -> int:
@@ -253,7 +253,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What makes the list of work for batches of one shape that are cut alike."""
+    """The launch that lists the work, for batches of one shape that are cut alike."""
 
     variant: Variant
     grid: tuple[int, int, int]

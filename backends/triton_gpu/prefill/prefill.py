@@ -184,7 +184,7 @@ def _attend(
 
 
 class Form(NamedTuple):
-    """What the portable kernel is compiled for."""
+    """The compile-time values of the portable kernel."""
 
     layer: Layer
     o_token: int

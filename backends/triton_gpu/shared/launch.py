@@ -63,7 +63,7 @@ class Run(Protocol):
 
 
 class Compiled(Protocol):
-    """What Triton's launch returns: a kernel in the GPU, whose `run` takes fewer detours."""
+    """A kernel in the GPU, as Triton's launch returns it; its `run` takes fewer detours."""
 
     run: Run
     function: int
@@ -89,7 +89,7 @@ class Boxes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Box:
-    """What the copy engine needs to know of a tensor beside its address."""
+    """The description of a tensor that the copy engine needs, without its address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -99,14 +99,14 @@ class Box:
     layout: NVMMASharedLayout
     """In shared memory."""
     kept: dict[int, list[object]] = field(default_factory=dict, repr=False)
-    """By address: what kernels are launched with, which the driver has made."""
+    """The launch arguments that the driver has made, by address."""
 
     def of(self, tensor: Tensor) -> Boxes:
-        """The tensor in such boxes."""
+        """Return the tensor in such boxes."""
         return Boxes(tensor, self.shape, self.strides, self.block_shape, self.layout)
 
     def arguments(self, tensor: Tensor, kind: object) -> list[object]:
-        """The arguments that stand for the tensor, in a kernel that wants boxes of this kind."""
+        """Return the arguments for the tensor, in a kernel that wants boxes of this kind."""
         address = tensor.data_ptr()
         found = self.kept.get(address)
         if found is None:
@@ -281,7 +281,7 @@ class Variant:
 
     @property
     def alignments(self) -> frozenset[tuple[bool, ...]]:
-        """What has been compiled (in the interpreter: called)."""
+        """The alignments compiled so far (in the interpreter: called)."""
         return frozenset(self._compiled)
 
 

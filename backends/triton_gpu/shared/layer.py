@@ -1,4 +1,4 @@
-"""What the attention kernels are compiled for: how a layer's tensors lie and what it computes.
+"""The compile-time values of the attention kernels: a layer's strides, sizes and operations.
 
 A kernel takes one compile-time value, a `Form` of its own file, which holds the `Layer`: a tuple
 of numbers with names, which Triton's hooks can write as JSON. Kernels read the fields as

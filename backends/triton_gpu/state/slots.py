@@ -30,7 +30,7 @@ def rows_at(
 
 
 def index_tensors(batch: StateBatch) -> tuple[Tensor, ...]:
-    """What a kernel gets for `INDICES`; slots in place of what it does not read. O(1)."""
+    """Return a kernel's `INDICES`; slots stand in for tensors that it does not read. O(1)."""
     reads, starts, stored = batch.read_slots, batch.query_start_loc, batch.num_stored
     beside = [reads if each is None else each for each in (starts, stored)]
     return (reads, batch.write_slots, *beside)
