@@ -12,7 +12,7 @@ from importlib import import_module
 
 
 def _interrupted(number: int, _frame: object) -> None:
-    """What Ctrl-C does before a command has come to `model.cli.exits`, which does the same."""
+    """Handle Ctrl-C as `model.cli.exits` does, until a command has come to that."""
     if sys.stderr is not None:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()

@@ -77,12 +77,12 @@ class EngineFaultError(ModelError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """How an engine is.
+    """The state of an engine.
 
     Attributes:
-        state: whether it takes requests.
-        num_faults: how often a step has failed.
-        last_fault: what was said then; None: none has.
+        state: the state, which says if it takes requests.
+        num_faults: the number of steps that have failed.
+        last_fault: the error message of the last one; None: none has failed.
     """
 
     state: EngineState
@@ -91,50 +91,50 @@ class Health:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests. O(1)."""
+        """True if it takes requests. O(1)."""
         return self.state is EngineState.READY
 
 
 class Observer(Protocol):
-    """Is told on the loop what happens to requests; times in seconds."""
+    """An observer that the loop calls as requests proceed; times in seconds."""
 
     def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
-        """`count` tokens came `waited_s` after the one before each, the first after its request."""
+        """Record `count` tokens, each `waited_s` after the one before, or the first its request."""
         ...
 
     def sample_ended(self, sample: Sample) -> None:
-        """A sample has its last token, was aborted, or failed."""
+        """Record that a sample has its last token, was aborted, or failed."""
         ...
 
 
 class Announcer(Protocol):
-    """Tells the world what the engine's cache holds: `kvcore.wire.Publisher`, say."""
+    """A publisher of the engine's cache events, such as `kvcore.wire.Publisher`."""
 
     def publish(self) -> None:
-        """Tell what has changed; waits for nothing."""
+        """Publish the changes; waits for nothing."""
         ...
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop publishing."""
         ...
 
 
 class Unobserved:
-    """An observer that takes note of nothing."""
+    """An observer that does nothing."""
 
     def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
-        """Nothing. O(1)."""
+        """Do nothing. O(1)."""
 
     def sample_ended(self, sample: Sample) -> None:
-        """Nothing. O(1)."""
+        """Do nothing. O(1)."""
 
 
 class _Command(NamedTuple):
-    """Something to do between two steps.
+    """A function to run between two steps.
 
     Attributes:
-        run: what the engine's thread does; returns what the loop does then.
-        fail: what the loop does where that raised, or can never run.
+        run: runs on the engine's thread; returns a function that the loop calls then.
+        fail: the loop calls it if `run` raised, or can never run.
     """
 
     run: Callable[[EngineCore], Callable[[], None]]
@@ -142,22 +142,22 @@ class _Command(NamedTuple):
 
 
 _Given = tuple[int, tuple[SampledToken, ...], FinishReason | None, ModelError | None]
-"""request_id, tokens, why it ended, by which error of its own."""
+"""request_id, tokens, finish reason, and the error that ended it alone."""
 
 
 class AsyncEngine:
-    """Runs an engine on a thread of its own, for the event loop that starts it.
+    """An engine that runs on a thread, for the event loop that starts it.
 
     Args:
-        engine: the engine, or what makes one; that is called on the thread.
-        max_waiting: the most samples that may wait beside those that have a seat; where as many
-            do, each client may have an equal share (`FairLimit`). None: any number.
+        engine: the engine, or a function that makes one, which is called on the thread.
+        max_waiting: the most unfinished samples beyond `max_num_seqs`; above that each client may
+            have an equal share of both (`FairLimit`). None: any number.
         stream_share: the most of the loop's time that handing out tokens may take: where many
             streams would take more, several tokens of each go together. A first token and an end
             never wait. 1: no token does.
         observer: is called for every event.
-        announce: makes the announcer, on the thread, of the engine and of what makes it publish.
-        host: gives the thread and the time; None: the process.
+        announce: makes the announcer, on the thread, from the engine and a function that wakes it.
+        host: the source of the thread and of the time; None: this process.
     """
 
     def __init__(
@@ -207,12 +207,12 @@ class AsyncEngine:
 
     @property
     def health(self) -> Health:
-        """How it is. O(1)."""
+        """The state of the engine. O(1)."""
         return Health(self._state, self._num_faults, self._last_fault)
 
     @property
     def engine(self) -> EngineCore:
-        """The engine, to be read; what changes it belongs into `call`. O(1).
+        """The engine, for reading; changes go through `call`. O(1).
 
         Raises:
             NotServingError: it is not there yet.
@@ -242,7 +242,7 @@ class AsyncEngine:
 
         Raises:
             NotServingError: it was not started, or was stopped before.
-            Exception: what kept the engine from being made.
+            Exception: the error that kept the engine from being made.
         """
         if self._ready is None:
             raise NotServingError("ready: the engine was not started; call start first")
@@ -251,7 +251,7 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
-        """Continue a prompt; what has come, as it comes. As `add`, and closed with the iterator."""
+        """Continue a prompt; yield its Deltas as they come. Closing the iterator aborts it."""
         async with await self.add(prompt, params) as stream:
             async for delta in stream:
                 yield delta
@@ -261,10 +261,10 @@ class AsyncEngine:
         return await self.submit(Submission(prompt, params or SamplingParams()))
 
     async def submit(self, *asked: Submission) -> TokenStream:
-        """Queue all that is asked between the same two steps, or none of it.
+        """Queue all submissions between the same two steps, or none of them.
 
         Returns:
-            What comes of it, to be closed; the samples of the first prompt have the first numbers.
+            The stream of their samples, to be closed; those of the first prompt come first.
 
         Raises:
             InvalidArgumentError: as the engine says of one of them; nothing is queued.
@@ -300,7 +300,9 @@ class AsyncEngine:
         return await self._ask(submit_them, open_them, counted=wanted)
 
     def abort(self, stream: TokenStream) -> None:
-        """End what is unfinished of a stream; its blocks are back before the next step. O(samples).
+        """Abort a stream's unfinished samples; their blocks are free before the next step.
+
+        O(samples).
 
         Aborting a finished one changes nothing.
         """
@@ -310,10 +312,11 @@ class AsyncEngine:
             stream.end(NotServingError("request: aborted"))
 
     async def call(self, run: Callable[[EngineCore], _T]) -> _T:
-        """Run a function on the engine's thread between two steps; what it returns or raises.
+        """Run a function on the engine's thread between two steps; return its result.
 
         Raises:
             NotServingError: the engine has stopped, or is not there yet.
+            Exception: the error of `run`.
         """
         if self._engine is None or self._state is EngineState.STOPPED:
             raise NotServingError(f"call: the engine does not run (state: {self._state.value})")
@@ -323,7 +326,7 @@ class AsyncEngine:
         """Take no more requests, wait for those that are there, and stop.
 
         Returns:
-            How many were cut off, because they had not ended after `deadline_s`.
+            The number of samples cut off, because they had not ended after `deadline_s`.
         """
         if self._state is not EngineState.STOPPED:
             self._state = EngineState.DRAINING
@@ -645,7 +648,7 @@ class AsyncEngine:
                 taken.wait(_HAND_OVER_S)
 
     def _recover(self, engine: EngineCore) -> None:
-        """See whether the engine still computes; if not, that is its end."""
+        """Abort all requests and try the engine with a new one; an error of that ends it."""
         _abort_everything(engine)
         engine.generate([[0]], SamplingParams(max_tokens=1, ignore_eos=True))
         self._post(self._recovered)
@@ -664,7 +667,7 @@ class _LoopGoneError(Exception):
 
 
 def _cannot_wait(output: Output) -> bool:
-    """Whether it is a first token or an end."""
+    """Return True if the output has a first token or the end of its request."""
     request = output.request
     num_read = len(request.tokens) - request.num_prompt_tokens
     return request.is_finished or num_read <= len(output.token_ids)

@@ -296,7 +296,7 @@ class Engine(EngineCore):
 
     @property
     def model(self) -> LoadedModel:
-        """What it runs. O(1)."""
+        """The model that it runs. O(1)."""
         return self._model
 
     def prepare(self) -> str:
@@ -337,7 +337,7 @@ class Engine(EngineCore):
         return prepared.how if ahead is None else f"{prepared.how}; draft model: {ahead.how}"
 
     def describe_memory(self) -> str:
-        """What the caches take, and why; one line. O(num_layers)."""
+        """Return a line on the memory of the caches, and its reason. O(num_layers)."""
         beside = None if self.draft is None else self.draft.network.layout
         return self.memory.describe(self.network.layout, beside)
 
@@ -512,7 +512,7 @@ def _event_hash(config: EngineConfig) -> kvcore.HashAlgorithm | None:
 
 
 def _grammars(model: LoadedModel, vocab_size: int, config: EngineConfig) -> Grammars:
-    """What texts of this model may follow; of several ranks the first one measures."""
+    """Return the grammars of a model's texts; of several ranks only the first measures times."""
     leads = model.ranks is None or model.ranks.leads
     describe, ends = model.codec.describe, model.eos_token_ids
     return Grammars(describe, vocab_size, ends, config, measures=leads)

@@ -42,7 +42,7 @@ class Host:
         return time.perf_counter()
 
     def worked_s(self) -> float:
-        """What this thread has computed so far, in seconds. O(1)."""
+        """Return the processor time of this thread so far, in seconds. O(1)."""
         return time.thread_time()
 
     def start_thread(self, name: str, run: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""What every step did and when: a recorder, which is a `StepWatch`, and the text of a trace.
+"""The record of every step: a recorder, which is a `StepWatch`, and the text of a trace.
 
-A recorder can look at the pool too, in every step: what `python -m model.view` shows of a trace.
-The time that looking takes is not on its clock. However long a run is, what it keeps of the pool
-is bounded: neighbouring looks are folded into one, and of tokens the first million is kept.
+A recorder can look at the pool too, in every step: `python -m model.view` shows that of a trace.
+The time that looking takes is not on its clock. However long a run is, the memory for the pool's
+record is bounded: neighbouring looks are folded into one, and of tokens the first million is kept.
 
 Invariants: the phases of a step follow one another without gaps inside it; steps never overlap;
 times come from one monotonic clock; a step that raised is not recorded. Nothing is kept, counted
@@ -11,7 +11,7 @@ or timed for an engine that is not recorded.
 On a GPU a pass returns before it is done: there `forward` is the time to launch it, and the wait
 for it falls into the phase that first needs a result.
 
-Does not know: torch, how a step is computed, who looks at the file.
+Does not know: torch, how a step is computed, which program reads the file.
 """
 
 import json
@@ -28,7 +28,7 @@ from model.control.request import Request
 from model.control.step import COMMIT, SCHEDULE, Step
 
 TRACE_BEGINS = '{"displayTimeUnit": "ms", "traceEvents": ['
-"""What a trace file begins with."""
+"""The first characters of a trace file."""
 
 MAX_TEXT_TOKENS = 1_000_000
 """Tokens kept of finished requests, the first ones."""
@@ -36,14 +36,14 @@ _CLOSE_SHARE = 10  # looking at every block takes at most 1/_CLOSE_SHARE of the 
 
 
 class DeviceClock(Protocol):
-    """Tells when a device worked on what was sent to it."""
+    """A clock that knows when a device worked on the passes sent to it."""
 
     def open(self) -> AbstractContextManager[object]:
-        """What the body sends is a range; they are numbered from 0."""
+        """Make a range of all that the body sends to the device; ranges count from 0."""
         ...
 
     def spans(self) -> Mapping[int, tuple[int, int]]:
-        """The begin and end of each range, in nanoseconds of `time.perf_counter_ns`."""
+        """Return the begin and end of each range, in nanoseconds of `time.perf_counter_ns`."""
         ...
 
 
@@ -52,12 +52,12 @@ class StepRecord:
     """One step. Times in nanoseconds of `time.perf_counter_ns`; counts as they were at its end.
 
     Attributes:
-        begin_ns: when it began.
+        begin_ns: the time at which it began.
         laps: each phase with the time at which it ended, in order.
         num_decode_tokens: tokens computed for requests that had one token to compute, with their
             drafts.
         num_prefill_tokens: all others.
-        num_used_blocks: blocks held when the step was planned, its own included.
+        num_used_blocks: blocks held when the step was planned, those for the step included.
         num_running: requests that run.
         num_waiting: requests that do not, preempted ones included.
         num_preemptions: since the scheduler was made.
@@ -150,9 +150,9 @@ class StepRecorder:
         self._pool = _PoolRecording(self._kv, self._schedule, decode)
 
     def pool_document(self) -> dict[str, object] | None:
-        """What was recorded of the pool (docs/reference/trace-format.md); None if nothing was.
+        """Return the record of the pool (docs/reference/trace-format.md); None: none was made.
 
-        O(what was kept of it).
+        O(the size of the record).
         """
         if self._pool is None:
             return None

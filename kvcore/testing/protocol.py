@@ -161,8 +161,8 @@ class Resolves(Protocol[R_contra]):
 
 
 Item = tuple[str, int, int]
-"""An item of a prompt: what it is, at which position it begins, how many positions it takes."""
 """An item of a prompt: its identity, its first position, and the number of its positions."""
+
 
 class TakesItems(Protocol[R_co]):
     """The verb of ITEMS."""

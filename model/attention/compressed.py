@@ -35,13 +35,13 @@ from model.errors import UnsupportedModelError
 
 
 class Completed(NamedTuple):
-    """What a compressor gets of a step.
+    """The parts from which a compressor makes the entries that a step completes.
 
     Attributes:
         parts: [num_windows, rate, num_parts, dim], of all tokens of the entries that are complete
             now; each run of a sequence begins with the entry before it where entries overlap.
         positions: int64 [num_windows], of the first token of each.
-        is_new: bool [num_windows], whether its entry is to be stored.
+        is_new: bool [num_windows], True for an entry that is to be stored.
     """
 
     parts: Tensor
@@ -50,7 +50,7 @@ class Completed(NamedTuple):
 
 
 class Entries(Protocol):
-    """What a pass does for compressors; `layer` is the index of the layer."""
+    """The part of a pass that compressors call; `layer` is the index of the layer."""
 
     def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
         """Store the parts of the step's tokens, and return those of the entries they complete.
@@ -59,7 +59,7 @@ class Entries(Protocol):
             layer: index of the layer.
             parts: [num_tokens, num_parts, dim], of keys or of gates; the second half are gates.
             rate: tokens per entry.
-            is_index: whether they make entries of the index.
+            is_index: True if they make entries of the index.
         """
         ...
 
@@ -69,7 +69,7 @@ class Entries(Protocol):
         Args:
             layer: index of the layer.
             rows: [num_entries, dim], in the order of `complete`.
-            is_index: whether they are entries of the index.
+            is_index: True if they are entries of the index.
         """
         ...
 
@@ -79,7 +79,7 @@ class Entries(Protocol):
 
 
 def none_complete(parts: Tensor, rate: int) -> Completed:
-    """What a pass without caches answers. O(1)."""
+    """Return the answer of a pass without caches: no entry is complete. O(1)."""
     nothing = torch.zeros(0, dtype=torch.int64, device=parts.device)
     return Completed(parts.new_zeros((0, rate, *parts.shape[1:])), nothing, nothing.bool())
 

@@ -37,10 +37,10 @@ _SLOPES = "alibi_slopes"
 
 @dataclass(slots=True)
 class _Passing:
-    """What the pass that is under way gives to layers that it cannot reach.
+    """The arguments of the current pass, for layers that get none of them.
 
     Attributes:
-        paged: its argument; None: the class's own attention is wanted.
+        paged: the pass's argument `paged`; None: the class's own attention computes.
         positions: int64 [1, num_tokens].
     """
 
@@ -51,7 +51,7 @@ class _Passing:
     def enter(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, Any]]:
-        """Before a pass of the network."""
+        """Note the arguments before a pass of the network."""
         known = inspect.signature(type(module).forward).parameters
         self.paged, self.positions = kwargs.pop("paged", None), kwargs.get("position_ids")
         takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
@@ -59,7 +59,7 @@ class _Passing:
         return args, given if self.paged is not None else kwargs
 
     def leave(self, *_: object) -> None:
-        """After a pass, also one that failed."""
+        """Forget the arguments after a pass, also one that failed."""
         self.paged = self.positions = None
 
     def attend(
@@ -72,7 +72,7 @@ class _Passing:
         scale: float,
         alibi_scale: float | None = None,
     ) -> Tensor:
-        """The network's attention: [1, num_tokens, num_q_heads, value_dim].
+        """Compute the network's attention: [1, num_tokens, num_q_heads, value_dim].
 
         Args:
             module: the layer.
@@ -97,7 +97,7 @@ class _Passing:
 def add_alibi(
     query: Tensor, key: Tensor, slopes: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose products have slope * key position too. O(their size).
+    """Return queries and keys whose products add slope * key position. O(their size).
 
     Args:
         query: [1, num_q_heads, num_tokens, head_dim].
@@ -119,14 +119,14 @@ def add_alibi(
 
 
 def _alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head, as all classes here have them."""
+    """Return the slope of each head, which all classes here compute alike."""
     near = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (n + 1) / near) for n in range(near)]
     return slopes + [2 ** (-4 * (2 * n + 1) / near) for n in range(num_heads - near)]
 
 
 def has_alibi(network: nn.Module) -> bool:
-    """Whether keys hold positions, which no scale may change. O(modules)."""
+    """Return True if keys hold positions for ALiBi, so no scale may change them. O(modules)."""
     return any(hasattr(module, _SLOPES) for module in network.modules())
 
 

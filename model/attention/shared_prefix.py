@@ -37,7 +37,7 @@ NOTHING = Shared(0, 0, 0)
 
 
 class Worth(NamedTuple):
-    """When a backend gains from a shared prefix.
+    """The least saving for which a backend gains from a shared prefix.
 
     Attributes:
         rows: the least number of rows.
@@ -52,7 +52,7 @@ class Worth(NamedTuple):
     token_bytes: int
 
     def is_reached(self, rows: int, num_tokens: int) -> bool:
-        """Whether `rows` rows that share `num_tokens` tokens gain. O(1)."""
+        """Return True if `rows` rows that share `num_tokens` tokens gain. O(1)."""
         saved = (rows - 1) * num_tokens * self.token_bytes
         return rows >= self.rows and saved >= self.num_bytes + rows * self.bytes_a_row
 

@@ -34,14 +34,14 @@ _ENDED = "the conversation has ended"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a message.
+    """The answer to a message.
 
     Attributes:
-        text: all of it, also where it was stopped.
+        text: the whole answer, as far as it was generated.
         num_tokens: of the answer.
         num_prompt_tokens: of the conversation before it.
-        num_cached_tokens: those of them that the prefix cache had.
-        error: what ended it early; None: nothing has.
+        num_cached_tokens: those of them that were prefix cache hits.
+        error: the error that ended it early; None: there was none.
     """
 
     text: str
@@ -55,10 +55,10 @@ class Conversation:
     """A conversation with a model.
 
     Args:
-        engine: answers; nothing else runs on it.
+        engine: the engine that answers; nothing else runs on it.
         params: of every answer; its `max_tokens` is cut to what the model's length allows.
-        system: the message that it begins with; None: none.
-        lora_name: the LoRA adapter that answers; None: none does.
+        system: the system message that it begins with; None: none.
+        lora_name: the LoRA adapter of the answers; None: no adapter.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ _Encoded = tuple[list[int], PromptImages | None]
 
 @dataclass(frozen=True, slots=True)
 class _Generated:
-    """What came out, all requests in the order of the prompts, and what ended it before its end."""
+    """The completions in the order of the prompts, and the error that ended the run early."""
 
     completions: list[Completion]
     elapsed_s: float
@@ -197,9 +197,9 @@ def _engine(
 
 
 def _follow(model: LoadedModel, engine: TwinEngine) -> int:
-    """What a rank does that is not the first: the same, and it says nothing.
+    """Run a rank that is not the first: it takes the same steps and prints nothing.
 
-    A signal reaches the first one too, which tells the others when to end.
+    A signal reaches the first rank too, which sends the others the end.
     """
     warm_up(engine)
     with stopping():

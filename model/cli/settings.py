@@ -189,7 +189,7 @@ class Flags:
         return Said(given, self._defaults)
 
     def _unknown(self, words: list[str]) -> str:
-        """What is wrong with words that are no flags, and which flag may have been meant."""
+        """Return the error for words that are no flags, with the flag that may have been meant."""
         flags = self._parser._option_string_actions  # noqa: SLF001  # no other way to list them
         asked = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
         near = difflib.get_close_matches(asked, flags, n=1, cutoff=0.75)
@@ -296,7 +296,7 @@ def _default_text(one: Setting, default: object) -> str:
 
 
 def _reader(one: Setting) -> Callable[[str], object]:
-    """What makes a value of a flag's text, checked."""
+    """Return the function that makes a value of a flag's text, and checks it."""
 
     def read(text: str) -> object:
         if one.unit == "list":

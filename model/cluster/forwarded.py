@@ -1,8 +1,8 @@
-"""What travels between the ingress and a replica: a client's request, and its answer in pieces.
+"""The messages between the ingress and a replica: a client's request, its answer in pieces.
 
 Decides: what of a request travels. A `Ticket` stays in the process of the router that issued it.
 
-Does not know: Ray, the engine, what a request asks.
+Does not know: Ray, the engine, the contents of a request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from model.cluster.router import Ticket
 _FIRST_LETTER = 0x4E00  # beyond the characters that have a meaning in a prompt
 
 TAKEN, FIRST_TOKEN = "taken", "first token"
-"""What a replica reports beside the pieces of an answer: it has the request; a first token exists,
-though nothing of the answer is ready to be sent."""
+"""The reports of a replica beside the pieces of an answer: it has the request; a first token
+exists, though nothing of the answer is ready to be sent."""
 
 
 class Piece(NamedTuple):
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     Attributes:
         start: status and headers, in the first piece.
         body: bytes of the body.
-        is_last: whether the answer ends with it.
+        is_last: True if the answer ends with it.
     """
 
     start: tuple[int, list[tuple[bytes, bytes]]] | None
@@ -38,7 +38,7 @@ class AdapterTable:
     """The LoRA adapters that every replica has to have, where they change while it runs.
 
     Attributes:
-        changed_ns: when it was changed; a replica follows the newest one that it has seen.
+        changed_ns: the time of the last change; a replica follows the newest table it has seen.
         adapters: by name: the folder, and the version; None: the ingress cannot read it.
     """
 

@@ -269,7 +269,7 @@ class _Answer(Response):
             self._call = None
 
     async def _is_answered(self, send: Send, send_body: Send, *, is_last_try: bool) -> bool:
-        """Pass on what a replica answers; False if another replica has to be asked."""
+        """Pass on the answer of a replica; False if another replica has to be asked."""
         try:
             async for piece in self._pieces():
                 if piece.start is not None and not await self._start(
@@ -297,7 +297,7 @@ class _Answer(Response):
         return True
 
     async def _pieces(self) -> AsyncIterator[Piece]:
-        """Yield what a replica answers.
+        """Yield the pieces of a replica's answer.
 
         Raises:
             NotServingError: no replica has taken the request in time.
@@ -337,7 +337,7 @@ class _ChangeOfAdapters(_Answer):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `_Answer`."""
+        """Send the request, change the adapters here if it succeeded, then pass on the answer."""
         held: list[Message] = []
 
         async def keep(message: Message) -> None:

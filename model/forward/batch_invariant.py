@@ -356,7 +356,7 @@ class RowByRow(TorchFunctionMode):
 
 
 def _by_columns(*args: object) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """What a linear layer would be given; None: these products are of another kind.
+    """Return the operands of the linear layer that these are, or None if they are of another kind.
 
     Args:
         args: [bias,] rows, and a weight whose columns are the outputs.

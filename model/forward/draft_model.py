@@ -135,11 +135,14 @@ class DraftModel:
         self._kv.enable_caching = enable_caching
 
     def discard(self, request: Request) -> None:
-        """See `Drafter`. O(blocks of its follower)."""
+        """Forget a request that has ended. O(blocks of its follower)."""
         self._leave(self._followers.pop(request.request_id, None))
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int]]:
-        """See `Drafter`. At most as many passes as one request wants draft tokens."""
+        """Return draft tokens for each request, up to its number.
+
+        At most as many passes as one request wants draft tokens.
+        """
         for follower in list(self._followers.values()):
             if follower is not None and follower.request.sequence is None:
                 self.discard(follower.request)
@@ -186,7 +189,7 @@ class DraftModel:
         return follower
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
-        """Whether another follower is about to compute the next block that this one could hit."""
+        """Return True if another follower will compute the next block that this one could hit."""
         end = num_cached_tokens + self._kv.block_size
         if not self._kv.enable_caching or end >= request.num_tokens:
             return False

@@ -58,8 +58,8 @@ class EncodedImage:
         deeper: the same for each further layer that adds them.
         layers: the number of each such layer, None where the class does not say it; None: the class
             knows no such layers.
-        kind: makes the object in which the network's class expects them.
-        is_tensor: whether it expects one tensor there, and not one for each image.
+        kind: the class of the object in which the network's class expects them.
+        is_tensor: True if it expects one tensor there, and not one for each image.
     """
 
     rows: Tensor
@@ -70,7 +70,7 @@ class EncodedImage:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes. O(layers)."""
+        """The size of its tensors. O(layers)."""
         return sum([each.nbytes for each in (self.rows, *self.deeper)])
 
 

@@ -39,7 +39,7 @@ _LONGEST = 1024
 
 
 class Tile(NamedTuple):
-    """What a program of `multiply` has of a weight."""
+    """The part of a weight that a program of `multiply` has."""
 
     columns: int
     step: int

@@ -100,7 +100,7 @@ class StepRunner:
         self._sampler.use(draws)
 
     def can_defer_read(self, sampling: Sequence[Request]) -> bool:
-        """Whether the next step may be sent before these requests get their tokens. O(1)."""
+        """Return True if the next step may be sent before these requests get their tokens. O(1)."""
         return self.is_async and len(sampling) <= len(self._drawn)
 
     def copy(self, orders: Sequence[CopyOrder]) -> None:

@@ -56,7 +56,7 @@ _MIN_CAPTURED_TOKENS, _MAX_CAPTURED_TOKENS = 256, 8192
 
 
 def compiles(config: EngineConfig, device: torch.device) -> bool:
-    """Whether networks on a device are compiled, if they can be traced. O(1)."""
+    """Return True if networks on a device are compiled, if they can be traced. O(1)."""
     return _may_trace(config) and device.type == "cuda" and config.compile
 
 
@@ -65,7 +65,7 @@ def _may_trace(config: EngineConfig) -> bool:
 
 
 def is_small(num_parameters: int) -> bool:
-    """Whether a CPU spends more time in Python than in the network's arithmetic. O(1)."""
+    """Return True if a CPU spends more time in Python than in the network's arithmetic. O(1)."""
     return num_parameters <= _SMALL_PARAMETERS
 
 

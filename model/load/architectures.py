@@ -127,7 +127,10 @@ def check_architecture(
 
 
 def _has_states(config: PreTrainedConfig) -> bool:
-    """Whether a network keeps states that a cache of ours can give it. One pass, no weights."""
+    """Return True if a network has recurrent states that a cache here can hold.
+
+    One pass, no weights.
+    """
     try:
         network = _network_without_weights(config)
     except Exception:  # noqa: BLE001  # a class of Transformers may raise any error
@@ -196,7 +199,7 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
 
 
 def _own_code(config: PreTrainedConfig) -> str:
-    """What attention by code of its own does to queries, by the names in its file."""
+    """Return the words to add to "code of their own" if its file names rotary embeddings, or ""."""
     network_type = _network_class(config)
     module = None if network_type is None else sys.modules.get(network_type.__module__)
     is_rotary = module is not None and "rotary" in " ".join(vars(module)).lower()

@@ -332,7 +332,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _is_mask(name: str, tensor: StoredTensor | None) -> bool:
-    """Whether a tensor is the causal mask, or its value, that attention once kept as a buffer."""
+    """Return True if a tensor is a buffer of attention: the causal mask, or its fill value."""
     if tensor is None or not name.endswith(("attn.bias", "attention.bias", ".masked_bias")):
         return False
     *ones, rows, columns = (1, 1, *tensor.shape)

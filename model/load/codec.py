@@ -159,7 +159,7 @@ class HuggingFaceCodec:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """What does the work. O(1)."""
+        """The tokenizer of Transformers. O(1)."""
         return self._tokenizer
 
     def encode_chat(

@@ -69,11 +69,11 @@ class ImagePrompt:
     Attributes:
         items: content and place of each; the mask of an item says which of its tokens are rows of
             the vision tower's output.
-        inputs: what the vision tower takes for each, by name.
+        inputs: the arguments of the vision tower for each, by name.
         positions: int64 [num_axes, num_tokens], the position ids of the prompt's tokens; None: each
             token's place in the prompt.
         delta: position id minus place of the tokens after the prompt.
-        is_whole: whether the tokens of an image see each other, so that one step computes them all.
+        is_whole: True if the tokens of an image see each other, so that one step computes them all.
         given: for `generate`: the names and tensors of the whole prompt.
     """
 
@@ -85,7 +85,7 @@ class ImagePrompt:
     given: Mapping[str, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What `generate` takes, on a device. O(its bytes)."""
+        """Return the arguments of `generate`, on a device. O(its bytes)."""
         return {name: moved(tensor, device, dtype) for name, tensor in self.given.items()}
 
 
@@ -308,9 +308,9 @@ class ImageCodec:
         return ImagePrompt(items, inputs, positions, delta, bool(self.ahead), given)
 
     def _read_once(self, given: object, limits: EngineConfig) -> "_Read":
-        """What an image becomes alone; of a file that was read lately, as it was then.
+        """Return the processor's result for one image, from the cache if its file was read lately.
 
-        One at a time: a processor and its tokenizer are not made for several threads.
+        One image at a time: a processor and its tokenizer are not made for several threads.
         """
         with self._lock:
             if not isinstance(given, bytes):
@@ -323,7 +323,7 @@ class ImageCodec:
         return read
 
     def _read(self, image: Image.Image) -> "_Read":
-        """What an image becomes alone. O(pixels)."""
+        """Return the processor's result for a prompt of this image alone. O(pixels)."""
         try:
             found = self._processor(
                 text=[self.mark],
@@ -374,7 +374,10 @@ class ImageCodec:
             self._is_apart = False
 
     def _same_rows(self, both: Mapping[str, Tensor], alone: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Whether the tower gives the same rows for images together and alone. Three passes."""
+        """Return True if the tower gives the same rows for images together and alone.
+
+        Three passes.
+        """
         with torch.inference_mode():
             together = flat_rows(pooled(run_tower(self._network, both)))
             each = torch.cat([flat_rows(pooled(run_tower(self._network, one))) for one in alone])
@@ -408,12 +411,12 @@ def flat_rows(features: Sequence[Tensor] | Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """An image as the processor has it.
+    """The processor's result for an image.
 
     Attributes:
-        text: what stands for it in the text that becomes tokens.
+        text: the text that stands for the image in the prompt, before it becomes tokens.
         num_rows: rows of the vision tower's output.
-        inputs: what the vision tower takes, by name.
+        inputs: the arguments of the vision tower, by name.
         content: its digest.
     """
 
@@ -424,7 +427,7 @@ class _Read:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes. O(inputs)."""
+        """The size of its tensors. O(inputs)."""
         return sum([tensor.nbytes for tensor in self.inputs.values()])
 
 
@@ -472,7 +475,9 @@ def load_images(
     network: PreTrainedModel,
     codec: HuggingFaceCodec,
 ) -> ImageCodec | NoImages:
-    """What makes images of a model's prompts. Reads a few files, and runs one short pass.
+    """Return the codec of a model's prompts with images, or the reason why there is none.
+
+    Reads a few files, and runs one short pass.
 
     Args:
         name: a folder or an id on the hub.
@@ -496,7 +501,10 @@ def load_images(
 def codec_of(
     network: PreTrainedModel, processor: ProcessorMixin, codec: TextCodec
 ) -> ImageCodec | NoImages:
-    """What makes images of a network's prompts. One short pass, at most three of the tower."""
+    """Return the codec of a network's prompts with images, or the reason why there is none.
+
+    One short pass, and at most three of the tower.
+    """
     what = type(network).__name__
     if not _reads_images(network):
         return NoImages(f"{what} reads text alone")
@@ -516,7 +524,7 @@ def codec_of(
 
 
 def _reads_images(network: PreTrainedModel) -> bool:
-    """Whether a vision tower can be run apart from the pass that takes its output."""
+    """Return True if a vision tower can run apart from the pass that takes its output."""
     passes = inspect.signature(network.forward).parameters
     return "mm_encoder_outputs" in passes and hasattr(network.base_model, "get_image_features")
 

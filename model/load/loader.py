@@ -272,11 +272,11 @@ def _max_positions(config: PreTrainedConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a model is: a folder or an id.
+    """The place of a model: a folder, or an id on the hub.
 
     Attributes:
         name: the folder or the id.
-        is_local: the hub must not be asked.
+        is_local: True if the hub must not be asked.
         gguf: the file in the folder that holds everything, if it is one in GGUF.
     """
 
@@ -286,7 +286,7 @@ class _Source:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Transformers' classes need to know to read from here."""
+        """The arguments with which Transformers' classes read from this place."""
         found: dict[str, Any] = {"local_files_only": self.is_local}
         return found if self.gguf is None else found | {"gguf_file": self.gguf}
 
@@ -340,7 +340,7 @@ def _resolve(name: str) -> _Source:
 
 
 def _what_is_missing(folder: Path) -> str:
-    """What a folder without config.json is, in words, and what to do."""
+    """Return in words the contents of a folder without config.json, and the remedy."""
     if (folder / "adapter_config.json").is_file():
         return (
             f"is missing: this folder holds a LoRA adapter, not a model. Give its base model, and "

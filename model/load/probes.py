@@ -73,7 +73,7 @@ class MaskPattern:
 
 
 def find_mask_pattern(mask: _MaskFunction, device: torch.device) -> MaskPattern:
-    """What a mask lets a query see. A few dozen calls of the mask.
+    """Return the pattern of a mask: the keys that each query sees. A few dozen calls of the mask.
 
     Args:
         mask: as Transformers passes it to a mask interface.
@@ -466,7 +466,7 @@ def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
 
 
 _Rows = dict[tuple[int, tuple[str, ...]], tuple[Tensor, ...]]
-"""What passes have noted, by layer and the names of its parts."""
+"""The tensors that a pass has noted, by layer and the names of its parts."""
 
 
 class _Alone:
@@ -583,7 +583,10 @@ def check_tokens_alone(
 def _misplaced(
     model: PreTrainedModel, device: torch.device, position: int, rope: RopeSwitch | None
 ) -> str:
-    """What tells a layer its position other than `position_ids`, in words; empty: nothing."""
+    """Return "" if only `position_ids` gives layers their positions, or else a phrase.
+
+    The phrase names a layer, and the other input that its result depends on.
+    """
     vocab_size = model.config.get_text_config().vocab_size
     is_long = torch.ones((1, 1), dtype=torch.bool, device=device)
     tolerance = _SAME_SHAPE_TOLERANCES.get(model.dtype, 0.02)

@@ -343,10 +343,10 @@ def choose_dequantised(config: PreTrainedConfig, found: Format) -> dict[str, obj
 def finish(
     network: PreTrainedModel, found: Format, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """What is left to do for a network that was read. O(weights) where they change.
+    """Convert the weights of a network that was read. O(weights) where they change.
 
     Those of bitsandbytes become floats where they cannot stay; those that Transformers dequantised
-    get the dtype that was asked for, since it writes bfloat16 for some formats.
+    get the configured dtype, since Transformers writes bfloat16 for some formats.
 
     Args:
         network: as Transformers read it.

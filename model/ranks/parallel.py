@@ -184,14 +184,14 @@ class _Sharding:
                 setattr(module, _GROUPS, groups)
 
     def _num_kv_heads(self, name: str) -> int:
-        """The KV heads of the layer that a module or parameter is in. O(name)."""
+        """Return the KV heads of the layer that a module or parameter is in. O(name)."""
         if None in self._kv_heads:
             return self._kv_heads[None]
         number = re.search(r"\.(\d+)\.", name)
         return self._kv_heads[int(number[1]) if number else 0]
 
     def _repeats(self, name: str) -> bool:
-        """Whether several ranks have the same KV head of a module's layer. O(name)."""
+        """Return True if several ranks have the same KV head of a module's layer. O(name)."""
         return self._num_kv_heads(name) < self._ranks.size and bool(self._cut_projections)
 
     @property

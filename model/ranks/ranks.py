@@ -208,7 +208,7 @@ class Ranks:
     Attributes:
         rank: its number, from 0.
         size: the number of processes.
-        expert_parallel: whether each rank holds some experts whole, not a part of each expert.
+        expert_parallel: True if each rank holds some experts whole, not a part of each expert.
     """
 
     rank: int
@@ -219,7 +219,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which has the requests. O(1)."""
+        """True if this is rank 0, which has the requests. O(1)."""
         return self.rank == 0
 
     def all_reduce_min(self, number: int) -> int:
@@ -357,7 +357,7 @@ def _broadcast(control: dist.ProcessGroup, rank: int, message: object) -> object
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, comes from a lost process."""
+    """Return True if an error, or one of its causes, comes from a lost process."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, RankLostError):

@@ -75,7 +75,7 @@ class RowTerms:
 
 
 def is_captured(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether rows with these parameters can be drawn by a captured graph. O(1)."""
+    """Return True if a captured graph can draw rows with these parameters. O(1)."""
     ranked = params.temperature > 0 and params.top_k is not None and params.top_k < vocab_size
     return not params.changes_logits and (not ranked or (params.top_k or 0) <= MOST)
 

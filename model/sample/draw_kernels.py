@@ -300,7 +300,10 @@ class GpuPasses:
     """`Passes` by these kernels; for logits whose rows are contiguous."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Passes`; of equal logits the first. NaN counts as inf."""
+        """Return the largest logit of each row, and the first token that has it.
+
+        NaN counts as inf.
+        """
         peaks = _peaks_of(logits)
         rows, chunks = peaks.shape
         best = torch.empty(rows, dtype=logits.dtype, device=logits.device)
@@ -310,7 +313,7 @@ class GpuPasses:
         return best, tokens
 
     def top_values(self, logits: Tensor, count: int) -> Tensor:
-        """See `Passes`."""
+        """Return the largest logits of each row, in falling order."""
         rows = len(logits)
         peaks = _peaks_of(logits)
         if count >= peaks.shape[1] or not rows:
@@ -334,7 +337,7 @@ class GpuPasses:
     def nuclear_reach(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
     ) -> Tensor:
-        """See `Passes`."""
+        """Return the distance of the last token that top_p leaves."""
         rows, best = len(logits), best.contiguous()
         places: list[Tensor] = []
         target: Tensor | None = None
@@ -351,7 +354,7 @@ class GpuPasses:
         return reach_of_bins(*places)
 
     def log_sums(self, logits: Tensor) -> Tensor:
-        """See `Passes`: by the sum of the weights, which is exact in any order."""
+        """Return the logarithm of each row's sum of exp: a sum of weights, exact in any order."""
         best = self.most_likely(logits)[0][:, None].float()
         ones = torch.ones_like(best)
         total = _chunk_sums(logits, best, ones, ones / 0).sum(-1, keepdim=True)
@@ -360,7 +363,7 @@ class GpuPasses:
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
     ) -> Tensor:
-        """See `Passes`."""
+        """Return the token of each row at its number, in the order of the ids."""
         rows, chunks = len(logits), triton.cdiv(logits.shape[1], CHUNK)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         best = best.contiguous()
@@ -374,7 +377,7 @@ class GpuPasses:
         return tokens
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Passes`."""
+        """Compile all kernels for this vocabulary and dtype, and for float32."""
         one = torch.ones((1, 1), device=device)
         for each in dict.fromkeys((dtype, torch.float32)):
             logits = torch.zeros((1, vocab_size), dtype=each, device=device)

@@ -66,7 +66,7 @@ class Compiled:
 
 _T = TypeVar("_T")
 _Work = Future[Compiled | str]
-"""What becomes of a grammar: compiled, or what was wanted in its place."""
+"""The outcome of compiling a grammar: the compiled one, or the words of the error."""
 
 
 class GrammarCompiler:

@@ -115,7 +115,7 @@ class Grammars:
         return words
 
     def is_whole(self, request: Request) -> bool:
-        """Whether nothing can follow the known tokens of a request. O(new tokens)."""
+        """Return True if nothing can follow the known tokens of a request. O(new tokens)."""
         text, began_s = self._text(request), self._clock()
         text.follow(request, None)
         text.pending_s += self._clock() - began_s

@@ -186,7 +186,7 @@ class RequestSampler:
         self._grammars.discard(request)
 
     def _terms_of(self, sampling: tuple[Request, ...], *, has_graphs: bool) -> "_StepTerms":
-        """What the requests of a step ask for. O(requests)."""
+        """Return the rows of a step's requests by the way they are sampled. O(requests)."""
         drawing: list[int] = []
         apart: list[int] = []
         logprob_rows: list[int] = []
@@ -236,15 +236,15 @@ class RequestSampler:
 
 @dataclass(frozen=True, slots=True)
 class _StepTerms:
-    """What the requests of a step ask for.
+    """The rows of a step's requests by the way they are sampled.
 
     Attributes:
         sampling: the requests.
-        has_graphs: whether there are captured draws.
+        has_graphs: True if there are captured draws.
         drawing: the requests that draw.
         drawing_rows: their rows.
-        streams: where their numbers start.
-        is_apart: which of them no graph draws.
+        streams: the start of each one's random numbers.
+        is_apart: True for those that no graph draws.
         captured: terms of the rows that a graph draws; None: there are none.
         apart: all other rows that draw or are changed; None: there are none.
         logprob_rows: rows that ask for log-probabilities; None: there are none.
