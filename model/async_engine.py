@@ -338,7 +338,7 @@ class AsyncEngine:
         return num_cut
 
     async def ended(self) -> Exception | None:
-        """Wait until the thread has ended, and return what ended it; None: it was stopped.
+        """Wait until the thread has ended, and return its error; None: it was stopped.
 
         Raises:
             NotServingError: it was not started.
@@ -349,7 +349,7 @@ class AsyncEngine:
         return self._fault
 
     async def stop(self) -> None:
-        """End everything, and the thread with it; the step that it is at is waited for."""
+        """End all requests and the thread, after the step that it runs."""
         if self._gone is not None:
             self._inbox.put(None)
             await asyncio.shield(self._gone)
@@ -375,7 +375,7 @@ class AsyncEngine:
             )
 
     async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
-        """The same in tokens, and without stop strings: those are found on this side."""
+        """Return the submissions as tokens without stop strings: the loop looks for those."""
 
         def encoded(one: Submission) -> Submission:
             engine, prompt, params = self.engine, one.prompt, one.params
@@ -392,7 +392,10 @@ class AsyncEngine:
         return await asyncio.to_thread(lambda: list(map(encoded, asked)))
 
     async def _compile(self, asked: Sequence[Submission]) -> list[Compiled]:
-        """Have grammars compiled beside the steps, not between two of them; they are kept."""
+        """Compile the grammars beside the steps, not between two of them, and return them.
+
+        The caller holds them until the engine has them, so that none is compiled twice.
+        """
         grammars = {one.params.grammar for one in asked}
         return [
             await asyncio.wrap_future(self.engine.compile_grammar(grammar))
@@ -412,10 +415,10 @@ class AsyncEngine:
         *,
         counted: Mapping[str | None, int] | None = None,
     ) -> _U:
-        """Let the thread run something and the loop settle it; what came of that.
+        """Run a function on the thread, pass its result to `settle` on the loop, and return that.
 
-        It is settled before anything that a later step gives; a stream without a waiter is
-        closed. Samples that are `counted` are not any more if it fails.
+        `settle` runs before anything that a later step gives; a stream without a waiter is closed.
+        Samples that are `counted` are not any more if it fails.
         """
         waiter: asyncio.Future[_U] = asyncio.get_running_loop().create_future()
 
@@ -445,7 +448,7 @@ class AsyncEngine:
     def _opened(
         self, requests: Sequence[Request], params: Sequence[SamplingParams], arrived_s: float
     ) -> TokenStream:
-        """The stream of requests that were queued; nothing of them has come yet."""
+        """Return the stream of requests that were queued; none of their tokens has come yet."""
         model = self.engine.model
         samples = [
             Sample(number, request, model.open_text(each), arrived_s)
@@ -457,7 +460,7 @@ class AsyncEngine:
         return stream
 
     def _deliver(self, now_s: float, given: Sequence[_Given]) -> None:
-        """Hand out what a step gave."""
+        """Hand out the tokens of a step."""
         stopped: list[Request] = []
         waits: dict[tuple[float, bool], int] = {}  # since when, for a first token: how many
         num_at_once = 0  # behind the first of one step
@@ -501,7 +504,7 @@ class AsyncEngine:
                 self._tell_round()
 
     def _tell_round(self) -> None:
-        """Hand out what is held, and see what that costs: readers run before what is next here."""
+        """Hand out the held tokens, and measure the cost: readers run before the next callback."""
         self._timer = None
         self._pace.begin()
         self._tell_held()
@@ -522,7 +525,7 @@ class AsyncEngine:
         self._inbox.put(_Command(run, _nothing))
 
     def _forget(self, sample: Sample, reason: FinishReason) -> bool:
-        """A sample has ended; whether it was open."""
+        """Note that a sample has ended; return True if it was open."""
         if self._open.pop(sample.request.request_id, None) is None:
             return False
         self._held.pop(sample.request.request_id, None)  # its end is sent with all that is new
@@ -556,7 +559,7 @@ class AsyncEngine:
             self._state = EngineState.READY
 
     def _ended(self, error: Exception | None) -> None:
-        """The thread is at its end: nothing that is or comes into the inbox will be done."""
+        """Fail all requests and commands, as the thread has ended and will run none of them."""
         self._state = EngineState.STOPPED
         self._fault = error
         if self._ready is not None and not self._ready.done():
@@ -603,7 +606,10 @@ class AsyncEngine:
             self._post(functools.partial(self._ended, fault))
 
     def _obey(self, engine: EngineCore) -> bool:
-        """Do what is in the inbox, waiting for it if there is nothing else; False: it is over."""
+        """Run the commands in the inbox; wait for one if no request is unfinished.
+
+        False: the engine has to stop.
+        """
         while True:
             try:
                 command = self._inbox.get(not engine.has_unfinished, engine.patience_s)

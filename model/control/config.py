@@ -313,12 +313,12 @@ class EngineConfig(StepLimits):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether there are LoRA adapters, or may be. O(1)."""
+        """True if there are LoRA adapters, or may be later. O(1)."""
         return bool(self.lora) or self.max_loras is not None
 
     @property
     def has_tiers(self) -> bool:
-        """Whether host memory, a disk or a peer has copies. O(1)."""
+        """True if host memory, a disk or peers keep copies. O(1)."""
         return bool(self.tier_settings)
 
     @property
@@ -327,7 +327,7 @@ class EngineConfig(StepLimits):
         return tuple([name for name in _TIERS if getattr(self, name)])
 
     def without_tiers(self) -> "EngineConfig":
-        """The same, where nothing but the cache keeps blocks. O(settings)."""
+        """Return the same settings without tiers. O(settings)."""
         names = (*_TIERS, "disk_bytes", "serve_kv", "kv_secret", "kv_transport")
         defaults = {one.name: one.default for one in settings_of(EngineConfig) if one.name in names}
         return replace(self, **defaults)  # type: ignore[arg-type]
@@ -353,7 +353,7 @@ class EngineConfig(StepLimits):
 
     @property
     def is_speculative(self) -> bool:
-        """Whether speculative decoding is on. O(1)."""
+        """True if speculative decoding is on. O(1)."""
         return self.drafts is not None or self.draft_model is not None
 
     @property

@@ -32,7 +32,7 @@ MAX_TOKEN_ID = 2**32 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling parameters of one request; what each means stands with it.
+    """The sampling parameters of one request; each field's help says its meaning.
 
     Penalties, bias and grammar change the logits, in this order; then the temperature divides them;
     then top_k, top_p and min_p cut, in this order. A temperature of 0 takes the most likely token
@@ -196,18 +196,18 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken. O(1)."""
+        """True if the most likely token is always taken. O(1)."""
         return self.temperature == 0
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether its logits depend on the tokens that there are. O(1)."""
+        """True if penalties make its logits depend on the tokens before. O(1)."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything is done to its logits before a token is chosen. O(1)."""
+        """True if its logits are changed before a token is chosen. O(1)."""
         is_biased = bool(self.logit_bias or self.bad_words) or self.min_tokens > 0
         return is_biased or self.counts_tokens or self.grammar is not None
 
