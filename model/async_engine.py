@@ -302,9 +302,7 @@ class AsyncEngine:
     def abort(self, stream: TokenStream) -> None:
         """Abort a stream's unfinished samples; their blocks are free before the next step.
 
-        O(samples).
-
-        Aborting a finished one changes nothing.
+        Aborting a finished one changes nothing. O(samples).
         """
         left = [s.request for s in stream.samples if self._forget(s, FinishReason.ABORTED)]
         if left:
@@ -392,10 +390,7 @@ class AsyncEngine:
         return await asyncio.to_thread(lambda: list(map(encoded, asked)))
 
     async def _compile(self, asked: Sequence[Submission]) -> list[Compiled]:
-        """Compile the grammars beside the steps, not between two of them, and return them.
-
-        The caller holds them until the engine has them, so that none is compiled twice.
-        """
+        """Compile grammars beside the steps; while the caller holds them, none is compiled twice."""
         grammars = {one.params.grammar for one in asked}
         return [
             await asyncio.wrap_future(self.engine.compile_grammar(grammar))
@@ -606,10 +601,7 @@ class AsyncEngine:
             self._post(functools.partial(self._ended, fault))
 
     def _obey(self, engine: EngineCore) -> bool:
-        """Run the commands in the inbox; wait for one if no request is unfinished.
-
-        False: the engine has to stop.
-        """
+        """Run the commands in the inbox, or wait for one if idle; False: the engine has to stop."""
         while True:
             try:
                 command = self._inbox.get(not engine.has_unfinished, engine.patience_s)
