@@ -1,4 +1,4 @@
-"""Which backends there are, and which one to use here.
+"""The names of the backends, and the choice of one that runs here.
 
 Decides names and availability. Invariants: nothing is imported before it is asked for by name; a
 backend asked for by name is the one that comes back, or an error that says why not and what to

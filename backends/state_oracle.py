@@ -44,7 +44,7 @@ class Number:
     error: Tensor
 
     def rounded(self, dtype: torch.dtype) -> "Number":
-        """As stored: the values stay exact, and may err by half a step of the dtype more."""
+        """Return it as stored: exact values that may err by half a step of the dtype more."""
         info = torch.finfo(dtype)
         smallest = max(info.smallest_normal * info.eps, 2.0**-126)
         return Number(self.value, self.error + self.value.abs() * info.eps / 2 + smallest)

@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineState(enum.Enum):
-    """Where an asynchronous engine stands."""
+    """The state of an asynchronous engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -68,7 +68,7 @@ class NotServingError(ModelError):
 
 
 class QueueFullError(ModelError):
-    """As many requests wait as may wait."""
+    """The queue is full: the maximum number of requests waits."""
 
 
 class EngineFaultError(ModelError):
@@ -390,7 +390,7 @@ class AsyncEngine:
         return await asyncio.to_thread(lambda: list(map(encoded, asked)))
 
     async def _compile(self, asked: Sequence[Submission]) -> list[Compiled]:
-        """Compile grammars beside the steps; while the caller holds them, none is compiled twice."""
+        """Compile grammars beside the steps; none is compiled twice while the caller holds it."""
         grammars = {one.params.grammar for one in asked}
         return [
             await asyncio.wrap_future(self.engine.compile_grammar(grammar))

@@ -221,7 +221,7 @@ class Engine(EngineCore):
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> tuple[list[int], PromptImages | None]:
-        """As `EngineCore`. O(text + pixels)."""
+        """Return the tokens of a conversation, and its images. O(text + pixels)."""
         how: dict[str, Any] = {"opens_answer": opens_answer, "options": options}
         if not images:
             return super().encode_chat(messages, **how)
@@ -342,7 +342,7 @@ class Engine(EngineCore):
         return self.memory.describe(self.network.layout, beside)
 
     def empty_cache(self, *, enable_caching: bool) -> None:
-        """As `EngineCore`, of the draft model too. O(contents)."""
+        """Empty the prefix cache, that of the draft model too. O(contents)."""
         super().empty_cache(enable_caching=enable_caching)
         if self.draft is not None:
             self.draft.empty_cache(enable_caching=enable_caching)
@@ -361,13 +361,13 @@ class TwinEngine(TwinCore, Engine):
     """An engine that runs on every rank of a network that was cut.
 
     Args:
-        model: as each rank has loaded it; it has `ranks`.
-        backend: as an engine's.
-        config: as an engine's, the same on every rank.
+        model: the model as each rank has loaded it; it has `ranks`.
+        backend: computes attention on this rank.
+        config: the same on every rank.
         is_checked: compare the block tables of all ranks before every pass; one round trip each.
 
     Raises:
-        InvalidArgumentError: the model is whole, or as an engine.
+        InvalidArgumentError: the model is whole, or as for `Engine`.
         RankLostError: another rank is gone.
     """
 
@@ -384,7 +384,7 @@ class TwinEngine(TwinCore, Engine):
         super().__init__(model, backend, config, ranks=model.ranks, is_checked=is_checked)
 
     def prepare(self) -> str:
-        """As an engine's, on all ranks.
+        """Prepare all ranks as an engine.
 
         Raises:
             RankLostError: another rank is gone.
@@ -393,10 +393,10 @@ class TwinEngine(TwinCore, Engine):
             return super().prepare()
 
     def add_adapter(self, adapter: "Adapter") -> None:
-        """As an engine's, on all ranks or on none; the others read its files meanwhile.
+        """Add an adapter on all ranks or on none; the others read its files meanwhile.
 
         Raises:
-            ModelError: as an engine's, or another rank cannot add it.
+            ModelError: as for `Engine`, or another rank cannot add it.
             RankLostError: another rank is gone.
         """
         self._tell(_Loaded(adapter.text, adapter.version))
@@ -405,7 +405,7 @@ class TwinEngine(TwinCore, Engine):
             raise error
 
     def remove_adapter(self, name: str) -> None:
-        """As an engine's; the other ranks do it before their next step."""
+        """Remove an adapter, on the other ranks before their next step."""
         super().remove_adapter(name)
         self._said.append(_Unloaded(name))
 
@@ -505,7 +505,7 @@ def _limited(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
 
 
 def _event_hash(config: EngineConfig) -> kvcore.HashAlgorithm | None:
-    """Which block hashes events have; with tiers, those that name the copies."""
+    """Return the algorithm of the block hashes in events; with tiers, that of the copies' names."""
     if not config.record_events:
         return None
     return "sha256" if config.has_tiers else "xxh3-128"

@@ -642,7 +642,7 @@ class EngineCore:
         return further
 
     def _error(self, request: Request, sampled: Mapping[int, int | None]) -> ModelError | None:
-        """Why a request got no valid token; None: it got one."""
+        """Return the error if a request got no valid token, or None."""
         if sampled[request.request_id] is None:
             return NumericalError("the model's logits for the next token are not finite numbers")
         return None if request.params.grammar is None else self._grammars.error(request)

@@ -40,11 +40,11 @@ PromptLike = str | Sequence[int] | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was.
+    """The log-probability of a token.
 
     Attributes:
         logprob: the logarithm of its probability.
-        rank: its place among the most likely ones, from 1; None: it is not among those told.
+        rank: its place among the most likely tokens, from 1; None: it is not among those returned.
         decoded_token: its text.
     """
 

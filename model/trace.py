@@ -80,12 +80,12 @@ class StepRecord:
 
     @property
     def end_ns(self) -> int:
-        """When it was over. O(1)."""
+        """The time at which it was over. O(1)."""
         return self.laps[-1][1]
 
     @property
     def elapsed_ns(self) -> int:
-        """How long it took. O(1)."""
+        """The time that it took. O(1)."""
         return self.end_ns - self.begin_ns
 
     def phases(self) -> list[tuple[str, int, int]]:

@@ -251,7 +251,7 @@ def _latent_cases(*, quick: bool, quantised: bool = False) -> tuple[AttentionCas
 def _strays(
     inputs: AttentionInputs, before: list[torch.Tensor], edges: torch.Tensor, live: int
 ) -> str:
-    """Which memory changed that had no reason to; empty: none."""
+    """Return the name of memory that changed without a reason, or "" if none did."""
     caches = ["cache.k", "cache.v"][: len(inputs.cache.tensors)]
     names = ["query", *caches, "query_start_loc", "seq_lens", "block_table", "slot_mapping"]
     names += ["sinks or scales"] * (len(inputs.guarded) - len(names))

@@ -16,7 +16,7 @@ class Finding:
     case: str
     passed: bool
     detail: str = ""
-    """Why it failed; empty if it passed."""
+    """The reason why it failed; empty if it passed."""
     ratio: float | None = None
     """Error over the error allowed, where the check measures one."""
 

@@ -284,7 +284,7 @@ def _prepare(
 
 
 def _check_shared(batch: PagedBatch, prefix: SharedPrefix, block_size: int) -> None:
-    """It is said for backends that read a prefix once; here it is only checked."""
+    """Raise unless all sequences of a shared prefix have its blocks; numba does not need it."""
     first, last, num_tokens = (
         prefix.first_seq,
         prefix.first_seq + prefix.num_seqs,

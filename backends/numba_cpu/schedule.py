@@ -1,4 +1,4 @@
-"""Which thread computes what: query tiles, their cost, slices of equal cost; and what is wrong.
+"""The work of each thread: query tiles, their cost, slices of equal cost; and a batch's checks.
 
 An item is up to `tile_tokens` consecutive query tokens of one sequence; a unit is an item and a KV
 head, numbered item * num_kv_heads + head. The cost of an item is the keys it visits. Also checks

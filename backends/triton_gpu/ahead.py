@@ -41,9 +41,9 @@ _END_S = 5.0
 MOST_CHILDREN = 16
 """Each takes some 150 MB, and its assembler as much."""
 PATIENCE_S = 60.0
-"""How long none of them finishes a call before the caller goes on without them."""
+"""The time without a finished call after which the caller goes on without the processes."""
 JOB_S = 180.0
-"""How long a helper waits for a warm-up, if none comes and its caller does not end it."""
+"""The time that a helper waits for a warm-up, if none comes and its caller does not end it."""
 SOON_S = 0.15
 """A call that takes longer compiles a kernel: reading one from disk takes a few hundredths."""
 

@@ -1,4 +1,4 @@
-"""Who may share a block: namespaces, and their canonical encoding.
+"""Namespaces, which say who may share a block, and their canonical encoding.
 
 A prefix hit compares the encoding whole, so identity is exact:
 

@@ -27,7 +27,7 @@ from kvcore.block import Block
 from kvcore.tables.block_table import BlockTable
 
 AT_ONCE: Final = 4
-"""How many blocks of a table have to leave its window before they are sorted: a decode step passes
+"""The number of blocks that leave a table's window before they are sorted: a decode step passes
 one at a time, and to sort each alone would cost a fifth of the step."""
 
 

@@ -17,7 +17,7 @@ from kvcore.testing.protocol import Promise
 from kvcore.testing.strategies import prompts
 
 PICK = st.integers(0, 5)
-"""Which of the live requests: its place among them, modulo their number."""
+"""The choice of a live request: its place among them, modulo their number."""
 
 
 def drawn_prompts(max_blocks: int = 4, num_branches: int = 3) -> st.SearchStrategy[list[int]]:

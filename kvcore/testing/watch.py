@@ -206,7 +206,7 @@ class Watch:
         return self.memory.wrong_at(request, stop)
 
     def _judge(self, request: Request, group: int, position: int) -> tuple[str, str]:
-        """Which property a wrong hit breaks, and what stands there."""
+        """Return the property that a wrong hit breaks, and what stands there in words."""
         index, offset = divmod(position, self.block_size)
         block_id, wanted = request.tables[group][index], request.paths[group][position]
         came = self.memory.places.get(block_id, [None] * self.block_size)[offset]

@@ -34,12 +34,12 @@ _JOIN_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a publisher is.
+    """The addresses of a publisher.
 
     Attributes:
-        endpoint: where it publishes, such as "tcp://10.0.0.7:5557".
-        replay: where it answers requests for what was missed; None: nowhere.
-        topic: what its topics begin with.
+        endpoint: the address at which it publishes, such as "tcp://10.0.0.7:5557".
+        replay: the address that answers requests for missed batches; None: there is none.
+        topic: the beginning of its topics.
     """
 
     endpoint: str
@@ -49,13 +49,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """How it stands with a publisher.
+    """The state of the connection to a publisher.
 
     Attributes:
-        silent_s: seconds since it said anything; since it was added, if it never did.
-        was_heard: whether it has ever said anything.
-        is_known: whether anything is known of what it holds.
-        met: what its follower has met.
+        silent_s: seconds since its last message, or since it was added if none has come.
+        was_heard: True if a message has ever come.
+        is_known: True if any of its contents are known.
+        met: the counters of its follower.
     """
 
     silent_s: float

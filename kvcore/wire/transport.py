@@ -31,7 +31,7 @@ class Socket(Protocol):
 
     @property
     def address(self) -> str:
-        """Where it is bound, with the port that was picked. O(1)."""
+        """The address that it is bound to, with the port that was picked. O(1)."""
         ...
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -130,7 +130,7 @@ class ZmqSocket:
 
     @property
     def address(self) -> str:
-        """Where it is bound. O(1)."""
+        """The address that it is bound to. O(1)."""
         return self.opened.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, frames: Sequence[bytes]) -> None:

@@ -422,7 +422,7 @@ def _runs(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:
-    """Which tokens belong to long texts."""
+    """Return True for each token that belongs to a long text; None: there is none."""
     are_long = [request.is_long for request in requests]
     return torch.from_numpy(np.array(are_long)[rows])[None] if any(are_long) else None
 

@@ -203,7 +203,7 @@ class _CompressorCache(ReportedLength):
 
 
 class _Tokens(NamedTuple):
-    """Where the tokens of a step are: both int64 [num_tokens]."""
+    """The places of a step's tokens, both int64 [num_tokens]."""
 
     sequences: Tensor
     positions: Tensor
@@ -228,7 +228,10 @@ class PagedEntries:
     kept: dict[object, Any] = field(default_factory=dict)
 
     def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
-        """As `Entries.complete`. O(tokens of the completed entries); waits for a GPU."""
+        """Store the parts of the step's tokens, and return those of the entries they complete.
+
+        O(tokens of the completed entries); waits for a GPU.
+        """
         *numbers, entries = self.layout.beside[self.layout.numbers[layer]]
         caches: Mapping[int, backends.KVCache] | Sequence[backends.KVCache]
         caches = self.caches.indexes if is_index else self.caches.layers
@@ -248,7 +251,7 @@ class PagedEntries:
         return Completed(torch.stack(found, 2), positions[:, 0], is_new)
 
     def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """As `Entries.store_entries`."""
+        """Store the entries that the step completes."""
         *_, entries = self.layout.beside[self.layout.numbers[layer]]
         cache = self.caches.indexes[entries] if is_index else self.caches.layers[entries]
         if len(rows):
@@ -256,7 +259,7 @@ class PagedEntries:
             self.backend.store_kv(rows.unsqueeze(1), None, cache, slots)
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
-        """As `Entries.choose_entries`; where no token sees more than `count`, all are."""
+        """Choose the entries that each token attends to; all if no token sees more than `count`."""
         number = self.layout.numbers[layer]
         *_, entries = self.layout.beside[number]
         batch, rate = self._batch(entries), self.layout.layers[entries].rate

@@ -1,4 +1,4 @@
-"""Which neighbours of a batch share a prefix: attention reads it once for all of them.
+"""The neighbours of a batch that share a prefix: attention reads it once for all of them.
 
 Decides: the run of sequences with the most saved blocks (shared blocks times sequences minus one).
 

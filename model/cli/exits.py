@@ -1,4 +1,4 @@
-"""How a process of the command line ends: its exit code, and the one line that says why.
+"""The end of a command-line process: its exit code, and the one line that says why.
 
 Decides: exit codes, and that a signal ends the process at once, with one line, unless the body
 handles signals itself (`signals.stopping`).

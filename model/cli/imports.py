@@ -65,7 +65,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """As the base class."""
+        """Find a module, and change how it runs if it is one of the two."""
         if name not in _CHANGED:
             return None
         spec = PathFinder.find_spec(name, path, target)

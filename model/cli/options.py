@@ -170,7 +170,7 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation in the terminal begins, and what is reported of it."""
+    """The settings of a conversation in the terminal."""
 
     system: str | None = setting(
         None, help="system message: what the conversation begins with", least=1, is_common=True
@@ -205,7 +205,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """How results are printed."""
+    """The format of the printed results."""
 
     json: bool = setting(False, help="print one JSON object", is_common=True)
 

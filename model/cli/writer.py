@@ -1,4 +1,4 @@
-"""How prompts and their continuations look on a terminal.
+"""The layout of prompts and their continuations on a terminal.
 
 Decides: the layout of a text, and the order in which streamed pieces appear: prompt after prompt,
 the first unfinished one live, those behind it held until their turn. Of a long prompt only the end

@@ -109,14 +109,14 @@ class BatchInvariantNetwork(PagedNetwork):
         self._has_images = not isinstance(model.images, NoImages)
 
     def trace(self) -> None:
-        """As `PagedNetwork.trace`, on a GPU."""
+        """Trace the network on a GPU, row by row."""
         if not self._in_tiles:
             raise UnsupportedModelError("batch_invariant: a CPU computes each row by itself")
         with RowByRow(in_tiles=True):
             super().trace()
 
     def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
-        """As `PagedNetwork._cut`; the compiler adds up rows between products."""
+        """Cut the traced network into pieces; the compiler adds up rows between products."""
         if self._has_images or adapters is not None:
             kind = "images" if self._has_images else "adapters"
             raise UnsupportedModelError(
@@ -127,7 +127,7 @@ class BatchInvariantNetwork(PagedNetwork):
     def _compile(
         self, step: StepTensors, few: StepTensors, adapters: Adapters | None = None
     ) -> Tensor:
-        """As `PagedNetwork._compile`; checks that the pieces are batch-invariant."""
+        """Compile the network, and check that the pieces are batch-invariant."""
         config = import_module("torch._inductor.config")
         with config.patch(deterministic=True):  # kernels are not chosen by their times
             logits = super()._compile(step, few, adapters)
@@ -142,7 +142,7 @@ class BatchInvariantNetwork(PagedNetwork):
         return logits
 
     def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
-        """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
+        """Return the logits of a step; a linear layer takes as many products as it has rows."""
         if not isinstance(self._traced.get(False), PiecewiseNetwork):
             with RowByRow(in_tiles=self._in_tiles):
                 return super().logits(step, backend=backend)
@@ -219,7 +219,7 @@ def check_rows(traced: TracedNetwork, device: torch.device, vocab_size: int) -> 
 
 
 class BatchInvariantBackend:
-    """A backend whose attention is always asked to be batch-invariant."""
+    """A backend whose attention is always batch-invariant."""
 
     def __init__(self, inner: backends.Backend) -> None:
         self._inner = inner
@@ -229,7 +229,7 @@ class BatchInvariantBackend:
     def warmup(
         self, layers: Sequence[backends.LayerCall], *, max_num_seqs: int, max_query_len: int
     ) -> None:
-        """As `Backend.warmup`, for calls as this backend makes them."""
+        """Compile the kernels for these layers, in the calls that this backend makes."""
         calls = [replace(one, terms=replace(one.terms, batch_invariant=True)) for one in layers]
         most = max(max_num_seqs, min(max_query_len, _AT_ONCE))  # each token is a sequence
         self._inner.warmup(calls, max_num_seqs=most, max_query_len=1)
@@ -246,7 +246,7 @@ class BatchInvariantBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As `Backend.paged_attention`."""
+        """Compute causal attention, each token as a sequence of one."""
         terms = replace(terms, batch_invariant=True)
         out = query.new_empty(*query.shape[:2], cache.v.shape[3]) if out is None else out
         for rows, some in _token_by_token(batch):
@@ -261,7 +261,7 @@ class BatchInvariantBackend:
         chosen: Tensor,
         terms: backends.AttentionTerms,
     ) -> Tensor:
-        """As `SparseBackend.attend_chosen`, which takes each token by itself anyway."""
+        """Compute attention over chosen tokens; the backend takes each token by itself anyway."""
         terms, sparse = replace(terms, batch_invariant=True), cast("Any", self._inner)
         out: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)
         return out

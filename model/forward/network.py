@@ -148,7 +148,7 @@ class PagedNetwork:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of a step have to be. O(1)."""
+        """The device of a step's tensors. O(1)."""
         return self._backend.device
 
     @property
@@ -334,7 +334,7 @@ class PagedNetwork:
         warm_up()
 
     def layer_calls(self) -> tuple[backends.LayerCall, ...]:
-        """How the layers call the backend, each kind once. One forward pass of a few tokens.
+        """Return the calls of the layers to the backend, each kind once. One pass of a few tokens.
 
         Operations on states are compiled in it; they read and write no block.
         """

@@ -43,7 +43,7 @@ _PART = 256  # blocks that are changed at once, which needs a copy of them
 
 @dataclass(frozen=True)
 class _Owners:
-    """Which sequences of a batch may read which block.
+    """The sequences of a batch that may read each block.
 
     Attributes:
         rows: for each sequence its first query row, and the end of its rows.

@@ -200,7 +200,7 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """How a network runs from now on.
+    """The way in which a network runs from now on.
 
     Attributes:
         how: in words.

@@ -1,4 +1,4 @@
-"""Which architectures can run with a paged cache.
+"""The architectures that can run with a paged cache.
 
 Layers have to attend to all tokens, a window or a chunk, or to keep a state in the cache that
 Transformers passes on (`recurrence.py`).

@@ -29,7 +29,7 @@ class TextCodec(Protocol):
 
     @property
     def response_template(self) -> Mapping[str, object] | None:
-        """How the model writes reasoning and tool calls, as Transformers reads it; None: unknown.
+        """The format of the model's reasoning and tool calls; None: unknown.
 
         https://huggingface.co/docs/transformers/chat_response_parsing
         """
@@ -41,7 +41,7 @@ class TextCodec(Protocol):
         ...
 
     def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
-        """Tokens of a prompt, including those that the model wants at its start unless said."""
+        """Return a prompt's tokens, the special ones at its start included unless switched off."""
         ...
 
     def encode_chat(
@@ -51,7 +51,7 @@ class TextCodec(Protocol):
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation, in the format that the model was trained on.
+        """Return a conversation's tokens, in the format that the model was trained on.
 
         Args:
             messages: each with a `role` and a `content`.
@@ -69,7 +69,7 @@ class TextCodec(Protocol):
         options: Mapping[str, object] | None = None,
         image_mark: str = "",
     ) -> tuple[str, bool]:
-        """The text of a conversation, and whether it still wants special tokens at its start.
+        """Return the text of a conversation, and True if it needs special tokens at its start.
 
         Args:
             messages: as for `encode_chat`; a content may be a list of parts, each of `type` "text",
@@ -81,18 +81,18 @@ class TextCodec(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
         ...
 
     def describe(self) -> str | None:
-        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: unsupported.
+        """Return the tokenizer as `tokenizers` writes it, with tokens' bytes; None: unsupported.
 
         O(tokens).
         """
         ...
 
     def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
-        """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
+        """Return a decoder of one text piece by piece, faster than `decode`; None: unsupported."""
         ...
 
 
@@ -169,7 +169,7 @@ class HuggingFaceCodec:
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """As `TextCodec`."""
+        """Return a conversation's tokens, in the format that the model was trained on."""
         text, adds = self.render_chat(messages, opens_answer=opens_answer, options=options)
         return self.encode(text, adds_special_tokens=adds)
 
@@ -181,7 +181,7 @@ class HuggingFaceCodec:
         options: Mapping[str, object] | None = None,
         image_mark: str = "",
     ) -> tuple[str, bool]:
-        """As `TextCodec`."""
+        """Return the text of a conversation, and True if it needs special tokens at its start."""
         options = options or {}
         template = options.get("chat_template", self._tokenizer.chat_template)
         if template is None:
@@ -205,7 +205,7 @@ class HuggingFaceCodec:
         return str(text), False
 
     def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
-        """As `TextCodec`."""
+        """Return a prompt's tokens, the special ones at its start included unless switched off."""
         if self._max_characters is not None and len(text) > self._max_characters:
             raise InvalidArgumentError(
                 f"prompt: wanted at most {self._max_characters:,} characters, the model's "
@@ -224,7 +224,7 @@ class HuggingFaceCodec:
             ) from error
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """As `TextCodec`."""
+        """Return the text of tokens."""
         with NO_PANIC:
             text = self._tokenizer.decode(
                 list(tokens),
@@ -234,7 +234,7 @@ class HuggingFaceCodec:
         return str(text)
 
     def describe(self) -> str | None:
-        """As `TextCodec`."""
+        """Return the tokenizer as `tokenizers` writes it; None: it is written in Python."""
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
             return None
@@ -245,7 +245,7 @@ class HuggingFaceCodec:
         return str(tokenizer.to_str())
 
     def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
-        """As `TextCodec`."""
+        """Return a decoder of one text piece by piece; None: the tokenizer is written in Python."""
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
             return None

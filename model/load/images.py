@@ -386,7 +386,7 @@ class ImageCodec:
 
 
 POOLED = ("pooler_output", "last_hidden_state")
-"""Where a vision tower's output has its rows: the first of these that it has."""
+"""The fields of a vision tower's output that may have its rows: the first of these that is set."""
 
 
 def run_tower(network: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
@@ -554,7 +554,7 @@ def _layers_ahead(network: PreTrainedModel, token: int) -> frozenset[int]:
 
 
 def _attention_of(network: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
-    """How each part of a network attends. O(modules)."""
+    """Return the attention of each part of a network. O(modules)."""
     parts = [one.config for one in network.modules() if isinstance(one, PreTrainedModel)]
     every = {id(config): config for config in parts}.values()
     return [(config, config._attn_implementation) for config in every]  # noqa: SLF001

@@ -50,11 +50,11 @@ _FAR = 1 << 22  # farther than any window or chunk reaches
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """Which keys at or before its own position a query sees: all, or some of them.
+    """The keys at or before its position that a query sees: all, or some of them.
 
     Attributes:
-        window: the last `window` keys, its own included; None: no window.
-        chunk: the keys of its own chunk of `chunk` tokens; None: no chunks.
+        window: the last `window` keys, the one at its position included; None: no window.
+        chunk: the keys of the query's chunk of `chunk` tokens; None: no chunks.
     """
 
     window: int | None = None
@@ -423,7 +423,7 @@ class _Pairs(Probe):
 def seen_pairs(
     model: PreTrainedModel, tokens: Tensor, **more: object
 ) -> dict[int, list[list[bool]]]:
-    """Which token sees which in a pass, layer by layer. One pass; it has our attention afterwards.
+    """Return for each layer the tokens that each token sees. One pass, with our attention after it.
 
     Args:
         model: computes it.

@@ -44,13 +44,13 @@ ALL_CUTS = tuple(Cuts(ranked, nuclear) for ranked in (False, True) for nuclear i
 
 
 class Place(NamedTuple):
-    """Which buffer logits are in.
+    """The buffer that logits are in.
 
     Attributes:
         rows: the number of rows.
-        is_single: whether the steps have one token per sequence.
-        shares: whether their sequences share a prefix.
-        adapted: whether some have LoRA adapters.
+        is_single: True if the steps have one token per sequence.
+        shares: True if their sequences share a prefix.
+        adapted: True if some have LoRA adapters.
     """
 
     rows: int
@@ -61,10 +61,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowTerms:
-    """How every row of a step is drawn.
+    """The terms by which every row of a step is drawn.
 
     Attributes:
-        cuts: that any row needs.
+        cuts: the cuts that any row needs.
         drawing: int64 [num_draws], the rows that draw.
         columns: int64 [4, num_rows], see `_Columns`, without the numbers.
     """

@@ -122,7 +122,7 @@ class Grammars:
         return text.matcher.is_stopped() and not text.matcher.is_error()
 
     def error(self, request: Request) -> GrammarError | None:
-        """Why the library cannot follow the text of a request any further; None: it can. O(1)."""
+        """Return the error if the library cannot follow a request's text further, or None. O(1)."""
         matcher = self._text(request).matcher
         if not matcher.is_error():
             return None

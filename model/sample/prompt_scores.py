@@ -1,9 +1,9 @@
-"""How likely the tokens of prompts were: log-probabilities from the logits before each of them.
+"""The log-probabilities of prompt tokens, from the logits before each of them.
 
 Decides: that float32 copies of logits are made for a few rows at a time, so that the memory is
-bounded whatever the vocabulary; how many rows a step has is the scheduler's to bound.
+bounded whatever the vocabulary; the scheduler bounds the rows of a step.
 
-Does not know: how chunks are planned, what becomes of the numbers.
+Does not know: how chunks are planned, what the numbers are used for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,9 @@ class PromptScores:
 
 
 def score_prompts(chunks: Sequence[Chunk], logits: Tensor) -> PromptScores:
-    """How likely the tokens after the scored ones of these chunks are. O(rows * vocab_size).
+    """Return the log-probabilities of the tokens after these chunks' scored ones.
+
+    O(rows * vocab_size).
 
     Args:
         chunks: of a step.

@@ -476,7 +476,7 @@ def masked(logits: Tensor, words: Tensor) -> Tensor:
 
 
 class _TokenCounts:
-    """How often each request has each token, for requests whose logits depend on it."""
+    """The counts of each token in each request, for requests whose logits depend on them."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
@@ -485,7 +485,7 @@ class _TokenCounts:
         self._free: list[int] = []
 
     def of(self, requests: Sequence[Request]) -> Tensor:
-        """The counts as `penalised` takes them: int32 [requests, vocab_size].
+        """Return the counts as `penalised` takes them: int32 [requests, vocab_size].
 
         O(requests * vocab_size), and O(tokens) for a new request.
         """

@@ -37,11 +37,11 @@ from model.sample.passes import PLAIN, Passes, distances_of, weights_of
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is drawn.
+    """The terms by which one row is drawn.
 
     Attributes:
         params: temperature, top_k, top_p and min_p.
-        stream: 64 bits, where the numbers of the request start.
+        stream: 64 bits, the start of the request's random numbers.
         index: the number of the token in the output of its request, from 0.
     """
 
@@ -50,14 +50,14 @@ class Draw:
     index: int
 
     def uniform(self) -> float:
-        """A number in [0, 1) that depends only on `stream` and `index`. O(1)."""
+        """Return a number in [0, 1) that depends only on `stream` and `index`. O(1)."""
         return float(uniforms(np.array([self.stream], np.uint64), np.array([self.index]))[0])
 
 
 def stream_of(seed: int | None, engine_seed: int, request_id: int, sample: int = 0) -> int:
-    """Where the numbers of a request start: 64 bits. O(1).
+    """Return the start of a request's random numbers: 64 bits. O(1).
 
-    A hash of its own seed and the number of the sample, or of the engine's seed and the id of the
+    A hash of its seed and the number of the sample, or of the engine's seed and the id of the
     request. Hashing makes requests with close seeds independent.
     """
     parts = (0, seed, sample) if seed is not None else (1, engine_seed, request_id)
@@ -93,13 +93,13 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class DrawTerms:
-    """How the rows of a step draw: columns on the device, an entry for each row that draws.
+    """The terms by which a step's rows are drawn: columns on the device, an entry a drawn row.
 
     Attributes:
-        rows: int64 [num_draws], which rows of the logits; None: all.
+        rows: int64 [num_draws], the rows of the logits; None: all.
         sharpness: float32 [num_draws, 1], 1 / temperature.
         reach: float32 [num_draws, 1], the largest distance from the most likely token (min_p).
-        cuts: of these rows.
+        cuts: the cuts of these rows.
     """
 
     rows: Tensor | None

@@ -1,4 +1,4 @@
-"""How many parts each sequence's keys are cut into for decode: the plan, made on the GPU.
+"""The number of parts that each sequence's keys are cut into for decode, planned on the GPU.
 
 Planned for the batch, so that all sequences together give each KV head about `target` programs, as
 many as the GPU runs at a time, and never more than num_seqs + FINER * target:

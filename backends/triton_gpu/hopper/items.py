@@ -100,7 +100,7 @@ class Rings(NamedTuple):
 
 
 class Land(NamedTuple):
-    """Where values land: in their ring, or in bytes before they are widened."""
+    """The places where values land: in their ring, or in bytes before they are widened."""
 
     tiles: gl.tensor
     full: gl.tensor
@@ -132,7 +132,7 @@ class Item(NamedTuple):
     first: gl.tensor
     """Position of the sequence's first query token."""
     part: gl.tensor
-    """Which slice of the heads."""
+    """The slice of the heads."""
     piece: gl.tensor
     pieces: gl.tensor
     number: gl.tensor

@@ -55,7 +55,7 @@ ROWS = 2 * int(HALF.value)
 LONG = 1024
 """Keys of a sequence below which cutting them gains nothing."""
 GAIN = 1.125
-"""As many rows as two groups multiply, three multiply in the same time."""
+"""Three groups multiply this many times the rows of two groups in the same time."""
 LONGEST = 1 << 20
 """Tokens of a sequence for which items are cut where that must not depend on the batch."""
 MOST_CAP = 512.0
@@ -202,7 +202,7 @@ def _attend(
 
 
 class Shape(NamedTuple):
-    """How the kernel is cut for a head_dim."""
+    """The sizes by which the kernel is cut for a head_dim."""
 
     width: int
     """head_dim as it lies in shared memory, or the larger part of it."""
@@ -493,7 +493,7 @@ def plan_attend(
     out: Tensor,
     terms: AttentionTerms,
 ) -> Plan:
-    """How to attend a batch of this shape; see `can_attend`."""
+    """Return the launches for a batch of this shape; see `can_attend`."""
     device, (num_heads, head_dim) = query.device, query.shape[1:]
     block_size, num_kv_heads = cache.k.shape[1:3]
     group = num_heads // num_kv_heads

@@ -90,7 +90,7 @@ class _Keys(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Where a program's rows come from and go to."""
+    """The sources and the targets of a program's rows."""
 
     query: gl.tensor
     q_stride: gl.tensor
@@ -205,7 +205,7 @@ def _walk(
 def _limits(
     keys: gl.tensor, ROWS: gl.constexpr, HEADS: gl.constexpr, OFFSET: gl.constexpr
 ) -> gl.tensor:
-    """How many keys each row sees from the first on; a group's rows start at OFFSET."""
+    """Return the number of keys that each row sees from the first on; rows start at OFFSET."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     row = OFFSET + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     return keys.length - keys.query_len + 1 + keys.token + row // HEADS

@@ -144,7 +144,7 @@ class _Call(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """Where results go."""
+    """The targets of a program's results."""
 
     out: gl.tensor
     sinks: gl.tensor
@@ -615,7 +615,7 @@ class Form(NamedTuple):
     def _sums(
         self, first: tuple[int, ...], lanes: tuple[int, ...], then: int
     ) -> gl.DistributedLinearLayout:
-        """How columns lie: these in a thread's first registers, in lanes, and from `then` on."""
+        """Return a layout of columns: some in a thread's first registers, in lanes, then more."""
         rest = [then << i for i in range((self.half // then).bit_length() - 1)]
         registers = [*([0, n] for n in first), [8, 0], *([0, n] for n in rest)]
         across = [*([0, n] for n in lanes), [1, 0], [2, 0], [4, 0]]
@@ -635,7 +635,7 @@ class Form(NamedTuple):
 
 
 def heads_a_program(num_heads: int) -> int:
-    """As many as there are, as a power of two, or as there are rows."""
+    """Return the heads of a program: all, as a power of two, but at most its rows."""
     return min(ROWS, power_of_two(num_heads))
 
 
@@ -651,7 +651,7 @@ def form_of(layer: Layer, cache: KVCache, out: Tensor, cut: Cut | None, *, chain
 
 
 def boxes_of(form: Form, query: Tensor, cache: KVCache) -> tuple[Box, ...]:
-    """How the copy engine sees the query and the latents."""
+    """Return the boxes in which the copy engine reads the query and the latents."""
     k, boxes = cache.k, []
     for tensor, shape, strides, size in (
         (query, query.shape, query.stride(), (form.tokens, form.heads)),

@@ -39,7 +39,7 @@ from backends.triton_gpu.shared.rows import sequence_of_tile
 ENTRY = tl.constexpr(8)
 """int32 a rank in the list of work, and ahead of it."""
 COUNTER = tl.constexpr(1)
-"""Where in the list the number stands by which programs meet."""
+"""The place in the list of the counter by which programs meet."""
 WAVES = tl.constexpr(4)
 ITEM_STEPS = tl.constexpr(3)
 MERGE_STEPS = tl.constexpr(2)
@@ -213,7 +213,7 @@ class Cut(NamedTuple):
     """The compile-time values of the kernel."""
 
     tokens: int
-    """As in `Items`, up to `split`."""
+    """`Items.tokens`; `slices`, `tile` and `split` are those of `Items` too."""
     slices: int
     tile: int
     has_window: bool
@@ -224,7 +224,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """How a batch is cut, as far as its shape says."""
+    """The sizes by which a batch is cut, as far as they follow from its shape."""
 
     tokens: int
     """Query tokens a tile."""
@@ -241,7 +241,7 @@ class Items:
 
     @property
     def ranks(self) -> int:
-        """At most: each wave has room for one item a program, and each tile has one rank."""
+        """The most ranks: each wave has room for one item a program, and each tile has one rank."""
         waves = int(WAVES.value) if self.split else 0
         return self.tiles + waves * self.programs // self.slices
 
@@ -266,7 +266,7 @@ class Order:
 
 
 def plan_order(place: Place, device: torch.device, items: Items, *, has_window: bool) -> Order:
-    """How to order batches that are cut like this."""
+    """Return the launch that orders batches that are cut like this."""
     cut = Cut(items.tokens, items.slices, items.tile, has_window, items.split, SEQS)
     variant = _rank.variant(place, device, (), (cut,), num_warps=1)
     grid = (items.tiles, 1, 1)

@@ -71,7 +71,7 @@ class Compiled(Protocol):
 
 
 class Boxes(NamedTuple):
-    """A tensor as the copy engine reads it; what kernels are launched with in Triton's place."""
+    """A tensor as the copy engine reads it; kernels take it in place of Triton's descriptor."""
 
     base: Tensor
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Boxes(NamedTuple):
     round_f32_to_tf32: bool = False
 
     def described(self) -> TensorDescriptor:
-        """As Triton chooses kernels by."""
+        """Return the descriptor by which Triton chooses kernels."""
         sizes = (list(self.shape), list(self.strides), list(self.block_shape))
         return TensorDescriptor(self.base, *sizes, self.layout)
 

@@ -84,5 +84,5 @@ def query_align(query: Tensor) -> int:
 
 @device_function
 def head_offset(head: tl.tensor, q_head: tl.tensor, ALIGN: tl.constexpr) -> tl.tensor:
-    """Where query heads begin, from the token on; it may be far, where heads come first."""
+    """Return the offset of query heads from their token; large if heads come first in memory."""
     return tl.multiple_of(head.to(tl.int64) * q_head, ALIGN)

@@ -1,4 +1,4 @@
-"""Where kernels are launched: a CUDA device, or Triton's interpreter on the CPU.
+"""The place of kernel launches: a CUDA device, or Triton's interpreter on the CPU.
 
 Decides the guard around a launch: on a GPU the tensors' device becomes the current one; the
 interpreter keeps global state, so there launches take turns. Gives plans the properties of a GPU.
