@@ -3,7 +3,7 @@
 The part of the contract for layers whose queries do not attend to all tokens they see, but to a few
 that an index chooses for them ("lightning indexer", DeepSeek-V3.2, arXiv:2512.02556). Invariants:
 
-- The index has one key a token, in a cache of latents of its own: `KVCache` with one KV head whose
+- The index has one key a token, in a separate cache of latents: `KVCache` with one KV head whose
   values are its keys. `Backend.store_kv` stores index keys, in the slots of the token's other keys:
   one block table serves both.
 - The score of a token at position p for query row t is the sum over the index heads h of
@@ -60,7 +60,7 @@ class SparseBackend(Backend, Protocol):
 
         Args:
             scores: as `score_index` writes them; entries past a row's position are not read.
-            batch: whose rows they are.
+            batch: the batch of these rows.
             first_row: the row that `scores` begins with.
             out: int32 [num_rows, count], contiguous, written; rows past `query_start_loc[-1]` are
                 left as they are.

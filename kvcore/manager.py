@@ -74,7 +74,7 @@ class KVCacheManager:
             afterwards exempts them from garbage collection.
 
     Attributes:
-        block_size: tokens a block, for groups without a block size of their own.
+        block_size: tokens a block, for groups that have no block size.
         groups: the layer groups, block sizes filled in.
         enable_caching: whether prefix caching is on.
         max_model_len: the most tokens a sequence may have; None: any number.
@@ -462,7 +462,7 @@ class KVCacheManager:
         """Fork a sequence: the child has the same known tokens and the same computed KV.
 
         Expected tokens, and the KV computed for them, stay with the parent. Full blocks are shared.
-        A partly computed block is copied: the child gets a block of its own, and the caller must
+        A partly computed block is copied: the child gets a new block, and the caller must
         carry out the copy orders before either sequence is written to. O(num_blocks).
 
         Returns:

@@ -690,7 +690,7 @@ class BlockPool:
     def _uncount(self, released: list[Block], *, is_own: bool) -> list[Block]:
         """Remove a holder from each block, or from none; return the freed blocks.
 
-        Blocks are counted up to the first that has other holders in a loop of their own: two
+        Blocks up to the first that has other holders are counted in a separate loop: it takes two
         thirds of the time of the loop in `_uncount_shared`.
         """
         made = self._made

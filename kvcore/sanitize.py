@@ -1,7 +1,7 @@
 """A shadow of every slot of a KV cache: what an engine's steps write and read, checked as they go.
 
-The engine says, for each sequence of a step, where the kernels are told to write and which table
-they are told to read (`wrote`, `reads`), and which blocks it copies or fills from elsewhere
+The engine notes, for each sequence of a step, the slots that kernels write and the table that
+they read (`wrote`, `reads`), and which blocks it copies or fills from elsewhere
 (`copied`, `filled`, `loaded`). The shadow knows of every slot whether it was written, by which
 sequence and for which token, and compares all of it with the sequence's own tables. What is wrong
 is a `SanitizerError` that names it and shows the last calls.

@@ -53,7 +53,7 @@ class KVSequence:
             cached, or no layer group has a window, chunks or states.
         retention: the ranges of tokens to keep longer than others.
         opened_at: the step at which it was opened.
-        chain: its block hashes; None until they are asked for.
+        chain: its block hashes; None until they are computed.
         num_reserved_tokens: a lower bound of the tokens that all tables have blocks for.
         next_boundary: the least number of settled tokens at which a block becomes full or leaves
             a window. It is at most one more than `num_reserved_tokens`. Both are 0 while they are

@@ -1,6 +1,6 @@
 """The runner: requests, schedule, batch, forward, sample; `python -m model.run` is its front door.
 
-Importing this package loads nothing of it: a name is loaded when it is asked for, so that a command
+Importing this package loads nothing of it: a name is loaded at its first use, so that a command
 line heeds a signal from its first moment. None of the names here loads torch
 but `LLM`; `model.engine` and `model.load.loader` do, and Transformers too.
 """

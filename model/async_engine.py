@@ -1,7 +1,7 @@
 """An engine for asyncio: requests from one event loop, tokens to it, the engine on its own thread.
 
-Decides: when the two sides meet. What is asked of the engine waits in an inbox that is emptied
-before every step, so whatever is asked happens between two steps; an engine without requests waits
+Decides: when the two sides meet. Calls for the engine wait in an inbox that is emptied before
+every step, so each is carried out between two steps; an engine without requests waits
 there, at most until the next transfer has to be given up. What a step gives crosses to the
 loop in one call. An engine that computes takes the interpreter back before the loop is awake, again
 and again, so after a first token or an end it waits a moment for the loop to take them. And what a
@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
 _HAND_OVER_S = 0.002
 """The longest that the engine waits for the loop to take what cannot wait."""
 
-_LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
+_LONG_TEXT = 4096  # characters; a longer text is cut into tokens on another thread
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 _log = logging.getLogger(__name__)

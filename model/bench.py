@@ -56,7 +56,7 @@ class Options:
     """The command line, parsed.
 
     Attributes:
-        asked: the measurement.
+        asked: the options of the measurement.
         model: which is measured, and on what; of no use for a server.
         engine: its sizes, likewise.
         report: how results are printed.

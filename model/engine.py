@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LINE_BYTES = 500  # of an error that another rank reports
 _TRIED_TOKENS = 32
-_TRIED = [  # what may be asked of a request; what is not tried waits for the first that asks it
+_TRIED = [  # the parameters tried at the start; code for others loads with the first such request
     SamplingParams(ignore_eos=True),
     SamplingParams(ignore_eos=True, temperature=1.0),
     SamplingParams(ignore_eos=True, temperature=1.0, top_k=20, top_p=0.9),
@@ -521,7 +521,7 @@ def _grammars(model: LoadedModel, vocab_size: int, config: EngineConfig) -> Gram
 def _draft_network(
     model: LoadedModel, backend: backends.Backend, config: EngineConfig
 ) -> PagedNetwork | None:
-    """The draft model's network likewise, checked by a sanitizer of its own; None: there is none.
+    """Return the draft model's network likewise, with another sanitizer; None: there is none.
 
     Raises:
         InvalidArgumentError: the model was loaded without its draft model.

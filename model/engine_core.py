@@ -604,7 +604,7 @@ class EngineCore:
     def _read_at_once(self, launched: Flight, before: list[Output]) -> list[Output]:
         """Accept a step before the next one is sent; its outputs joined to those of the last step.
 
-        Each request has one output, so that an end is told with all tokens before it.
+        Each request has one output, so that an end comes with all tokens before it.
         """
         try:
             outputs = self._accept(launched)
@@ -648,9 +648,9 @@ class EngineCore:
         return None if request.params.grammar is None else self._grammars.error(request)
 
     def _fail(self, request: Request, error: ModelError) -> Output:
-        """End a request by an error of its own.
+        """End one request with an error.
 
-        Where its logits are no numbers, nothing that it has computed is found any more.
+        If its logits were NaN or infinite, nothing that it has computed is found any more.
         """
         stream = self._streams[request.request_id]
         request.error = error

@@ -58,7 +58,7 @@ class RequestTooLongError(InvalidArgumentError):
 
 
 class RequestStateError(ModelError):
-    """A request was asked to do something that its status does not allow."""
+    """A call that the status of the request does not allow."""
 
 
 class SchedulerStateError(ModelError):

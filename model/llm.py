@@ -6,7 +6,7 @@
     print(outputs[0].outputs[0].text)
 
 Decides: what of vLLM's `LLM`, `RequestOutput` and `CompletionOutput` there is, and what it is
-called here. What else an engine can be told has the name of a field of `EngineConfig`.
+called here. Other settings of an engine have the names of fields of `EngineConfig`.
 
 Does not know: how tokens come about.
 """
@@ -63,8 +63,8 @@ class CompletionOutput:
         token_ids: all that were drawn.
         finish_reason: "length", "stop" or "error".
         error: what ended it with "error"; None: nothing has.
-        logprobs: for each token the likely ones in its place, itself among them; None: not asked.
-        cumulative_logprob: of all tokens together; None: not asked.
+        logprobs: for each token the likely ones in its place, itself among them; None: not wanted.
+        cumulative_logprob: of all tokens together; None: not wanted.
     """
 
     index: int
@@ -87,7 +87,7 @@ class RequestOutput:
         outputs: its continuations.
         num_cached_tokens: prompt tokens found in the cache.
         prompt_logprobs: for each prompt token the likely ones in its place, itself among them; None
-            for the first token, and where they were not asked for.
+            for the first token, and where they were not requested.
         finished: True, always.
     """
 

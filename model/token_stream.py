@@ -98,7 +98,7 @@ class Sample:
         self.arrived_s = self.first_s = self.last_s = arrived_s
         self._text = text
         self._num_taken = 0
-        self._told_reason: FinishReason | None = None  # an error is the stream's, and told by it
+        self._told_reason: FinishReason | None = None  # an error is the stream's, and raised by it
 
     def add(
         self,

@@ -99,7 +99,7 @@ class StepRecorder:
 
     Args:
         kv: the cache; its occupancy is noted when a step is planned.
-        schedule: who plans the steps.
+        schedule: the planner of the steps.
 
     Attributes:
         steps: what was recorded, in order.
@@ -281,8 +281,8 @@ def write_trace(out: TextIO, recorder: StepRecorder) -> None:
     Steps and their phases are complete events ("X") of one thread, nested; blocks, requests, tokens
     and the copies in tiers are counters ("C"), of which each holds until the next. Times are
     microseconds from the first step's begin, to the nanosecond; events stand in the order of their
-    times, a step before its phases. When the device worked on a phase is a thread of its own,
-    behind them. What was recorded of the pool stands behind the events, where they do not look.
+    times, a step before its phases. The times of the device are a separate thread, behind
+    them. The record of the pool stands behind the events, where trace viewers do not look.
     """
     steps, num_usable_blocks = recorder.steps, recorder.num_usable_blocks
     origin = steps[0].begin_ns if steps else 0

@@ -14,7 +14,7 @@ permutation of the blocks and any number of threads.
 Bytes moved: K and V once an item (up to 16 rows a KV head, or about 256). Sums are float32; error:
 at most what `backends.oracle` allows. Offsets are int64. Values are checked before anything is
 written: query_start_loc, lengths, table entries. Shapes are checked once a signature; addresses are
-asked for in every call.
+read in every call.
 """
 
 import zlib

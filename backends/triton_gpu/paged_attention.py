@@ -11,7 +11,7 @@ is never split. `cascade` reads a shared prefix where that pays.
 Batch-invariant: decode takes every sequence of one query token and cuts it by its own length.
 Prefill chooses its tiles by what all calls of a layer have in common, not by the batch. No cascade.
 
-A cache of latents has kernels of its own (`latent`).
+A cache of latents has other kernels (`latent`).
 
 A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
 

@@ -1,6 +1,6 @@
 """A search for failures, round by round, with a budget of time, and what it found.
 
-A round runs each machine once, with a seed of its own; the same seed and the same number of rounds
+A round runs each machine once, with another seed; the same seed and the same number of rounds
 find the same. A failure is shortened, drawn, and known from then on, so that the search continues
 past it.
 """

@@ -5,7 +5,7 @@ timing: a load that arrives after its request was aborted, a failed load that is
 waits for ever. An adapter maps six verbs to the calls that an engine makes; a run draws requests,
 aborts and the ends of loads from a seed, keeps a ghost of the GPU's memory, and checks:
 
-- P1: a chunk reads the KV of its own text and no other;
+- P1: a chunk reads the KV of its text and no other;
 - P17: no block is used while a load may still write it;
 - P5: when all has ended, every block is free;
 - every request ends once, after all its tokens, and within a bound once no more arrive.

@@ -4,7 +4,7 @@ A tier keeps copies of KV by content: in host memory, on a disk, or elsewhere. A
 verbs to the calls that an engine makes, and names the faults that it can cause. A run draws stores,
 loads, restarts and faults from a seed, keeps a ghost of every content, and checks:
 
-- P37: what a load brings is the content that was asked for, in this layout and since the last
+- P37: a load brings the content of its key, in this layout and since the last
   reset, or it is a miss; misses of damaged copies are counted;
 - P38: a copy is found only when all its bytes are stored; a job reads or writes its rows only until
   it ends, and it ends once;

@@ -48,7 +48,7 @@ def peak_blocks(
 
     Args:
         num_tokens: the length of the sequence.
-        block_size: tokens a block, for groups without a block size of their own.
+        block_size: tokens a block, for groups that have no block size.
         groups: the layer groups; None: one of full attention.
         chunk: the most tokens computed in one step; None: all of them.
         num_external: the number of first tokens whose KV is loaded instead of computed.

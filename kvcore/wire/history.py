@@ -100,8 +100,8 @@ class History:
     def since(self, sequence: int) -> list[Sent] | None:
         """Return the batches from a number on, or a snapshot and those after it. O(batches).
 
-        A number that is still to come gets the snapshot too: who asks so does not know us. None:
-        what is asked for is gone and so is the snapshot; another is needed (`rebase`).
+        A number that is still to come gets the snapshot too: its reader does not know us. None:
+        the batches are gone and so is the snapshot; another is needed (`rebase`).
         """
         if self.last - len(self._kept) < sequence <= self.last + 1:
             return [sent for sent in self._kept if sent.sequence >= sequence]

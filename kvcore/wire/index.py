@@ -6,14 +6,14 @@ walk for all publishers. A block hash only tells which node an event refers to: 
 cost speed, but never produces a match that the tokens do not have.
 
 A copy in a tier (medium "CPU" or "STORAGE") counts as held like a block of the cache: what has
-left the cache stays in the tree while a tier has it. Its tokens were told with the block; a copy
-that was told without them waits until they are. Tiers of one medium differ by their `ownership`,
+left the cache stays in the tree while a tier has it. Its tokens were published with the block; a
+copy that was published before them waits. Tiers of one medium differ by their `ownership`,
 and each has its copies. A REMOTE copy is as far from its publisher as from the others, so it does
 not count. The session of an event stored the block first; requests of others hit it too.
 
 The hash of a block may cover tokens after it (`lookahead_token_ids`): a draft model computes the KV
 of a block's last tokens from them. Such a block can be hit only where these tokens follow, so they
-are a part of its content, and its publisher has trees of its own: by block size and lookahead.
+are a part of its content, and its publisher has separate trees: by block size and lookahead.
 
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
 that), those with a sliding window and those with recurrent states. What everything
@@ -21,8 +21,8 @@ follows is held with it; a window holds what it holds, and a prefix can be serve
 that can be seen from its end; a state is found as a window of one token. What a chunk still holds
 is not indexed, so for a model with chunks the answer is the longest prefix that its cache may
 serve. A publisher with several groups serves what all of them can; a group is known once something
-was stored in it, and until everything is cleared: who comes after that may be a publisher that has
-started again, with other groups.
+was stored in it, and until everything is cleared: the publisher may then have started again, with
+other groups.
 
 The parent of a block is known by its hash alone. A block whose parent was never published (only in
 snapshots of windows, which have released their first blocks) is ignored, unless a group of full
@@ -155,7 +155,7 @@ class _Node:
 
 
 class _Shape(NamedTuple):
-    """The tokens that a block of a tree is told by.
+    """The tokens of the blocks of one tree.
 
     Attributes:
         block_size: tokens a block.

@@ -203,7 +203,7 @@ class Subscriber:
                     link.follower.fail()
 
     def _move(self) -> None:
-        """Do what `add` and `remove` have asked for."""
+        """Apply the calls of `add` and `remove`."""
         with self._lock:
             wanted, self._inbox = self._inbox, []
         for name, source in wanted:
@@ -324,7 +324,7 @@ class _Link:
             self._ask(is_reconnected=True)
 
     def _listen_again(self) -> None:
-        """Connect anew: ZeroMQ cuts off who sends too much at once, and for good."""
+        """Connect anew: ZeroMQ cuts off a sender of too much at once, and for good."""
         self._live_at = self._transport.now_s()
         self._num_closed = self._num_connected
         self._live.close()

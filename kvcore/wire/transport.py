@@ -1,7 +1,7 @@
 """The sockets, the thread and the clocks of a publisher or subscriber.
 
 `ZmqTransport` is the real one. A test passes another one, in which messages are lost, late and
-repeated and time is simulated. Each publisher and each subscriber has a transport of its own.
+repeated and time is simulated. Publishers and subscribers share no transport.
 
 Sockets are opened before the thread starts, or by it; from then on only the thread uses them.
 """

@@ -251,7 +251,7 @@ def logits_of(
         network: with our attention.
         input_ids: [1, num_tokens].
         position_ids: like `input_ids`.
-        rows: [num_sampled], whose logits are wanted.
+        rows: [num_sampled], the rows whose logits are wanted.
         passing: further arguments of the network: `paged`, and its states.
 
     Returns:
@@ -269,7 +269,7 @@ def logits_of(
 def follow_layers(network: nn.Module) -> None:
     """Have modules that serve several layers know the one of each call. O(modules).
 
-    A module that several layers share (Zamba) has no index of its own, and is given one.
+    A module that several layers share (Zamba) has no layer index, and is given one.
 
     Args:
         network: its modules are changed for its whole life.

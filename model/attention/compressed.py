@@ -164,7 +164,7 @@ class _CompressorCache(ReportedLength):
         """Store the entries; stand-in for those of the whole text. `store_entries`'s cost.
 
         Args:
-            name: whose they are.
+            name: their name in the compressor.
             rows: [1, num_windows, dim].
         """
         owner, completed = self._owner(name), self._completed[name]

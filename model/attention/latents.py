@@ -3,7 +3,7 @@
 Such a layer (DeepSeek-V2, arXiv:2405.04434) computes keys and values of all heads from one vector
 per token with a matrix. The matrix can be absorbed: queries are multiplied by its key part and
 results by its value part, and the cache holds only the vector. In Transformers such modules
-decompress in a method of their own, `expand_kv`, which is replaced here.
+decompress in a separate method, `expand_kv`, which is replaced here.
 
 Decides: which layers are absorbed: those whose `expand_kv` gives, on random numbers, what the two
 products give, and whose latents the backend supports. The others stay as they are.

@@ -278,7 +278,7 @@ def _gpt_neo(
 ) -> tuple[Tensor, None]:
     module.layer_idx = module.layer_id
     made, window = getattr(attention_mask, "made_by", None), module.config.window_size
-    if made is not None and module.attention_type == "local":  # the class has a mask of its own
+    if made is not None and module.attention_type == "local":  # the class makes another mask
         attention_mask = attention_mask[:]
         attention_mask.made_by = lambda *at: made(*at) & (at[3] > at[2] - window)
     out = passing.attend(module, query, key, value, attention_mask, scale=1.0)

@@ -23,7 +23,7 @@ def sized(asked: LatencyOptions | ThroughputOptions) -> tuple[int, ...]:
 
 
 def measured(engine: Engine, asked: LatencyOptions | ThroughputOptions) -> Report:
-    """Run the measurement that was asked for. O(its steps).
+    """Run the measurement that the options name. O(its steps).
 
     Raises:
         ModelError: a request ended with an error.

@@ -125,7 +125,7 @@ def converse(talk: Conversation, lines: TextIO, out: TextIO, *, reports: bool = 
         talk: the conversation.
         lines: what the user writes; a terminal gets a prompt.
         out: where answers go.
-        reports: whether tokens and prefix cache hits are told after each answer.
+        reports: True if tokens and prefix cache hits are shown after each answer.
 
     Raises:
         Stopped: a signal came while a line was awaited, or another than SIGINT during an answer.

@@ -42,7 +42,7 @@ _REPORT = "This is a bug in kvcore. Please report the lines above together with 
 
 
 class Stopped(KeyboardInterrupt):  # as what it is made of, it is no error
-    """A signal asked for an end, and the work came to one."""
+    """A signal asked for an end, and the work has ended."""
 
     def __init__(self, number: int, report: str) -> None:
         super().__init__(number)
@@ -185,5 +185,5 @@ def _brief(error: BaseException) -> str:
 def _drop_output() -> None:
     """Send what stdout still holds nowhere: the interpreter would complain when it flushes."""
     if sys.stdout is not None:
-        with contextlib.suppress(OSError):  # a stream without a descriptor of its own
+        with contextlib.suppress(OSError):  # a stream without a descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,7 @@
 """Files that a command writes: which may be replaced, and how.
 
 Decides: that an existing file is replaced or continued only if the same flag has written it, which
-its first characters tell, and never if it is an input of this run, or where its stdout or stderr
+its first characters show, and never if it is an input of this run, or where its stdout or stderr
 goes, under whatever name. So a wrong name costs an error and no file. Invariants: the check changes
 nothing; a file that is replaced is written beside the old one and renamed, so that a run which
 fails leaves the old one.

@@ -8,7 +8,7 @@ Invariants: the names are those that Transformers finds: a stored file belongs t
 and times of all files that it would read. What cannot be read or stored is found as before.
 Importing this imports neither.
 
-Does not know: who uses the packages.
+Does not know: the code that uses the packages.
 """
 
 import gc

@@ -53,7 +53,7 @@ class PromptSpec:
         where: where it came from, for messages.
         text: the prompt; of a chat, its messages as text.
         params: how its tokens are chosen.
-        request: its priority, LoRA adapter, and what of it is cached for whom.
+        request: its priority, LoRA adapter, cache salt and retained ranges.
         images: paths of its images.
         messages: the chat that the prompt is made of; empty: the text is the prompt.
         custom_id: the name that a file gives the prompt; None: it gives none.

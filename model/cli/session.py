@@ -160,7 +160,7 @@ def _report(
 
 
 def _tell_failed(specs: Sequence[PromptSpec], requests: Sequence[Request]) -> int:
-    """Name the requests that ended by an error of their own; how many there are."""
+    """Name the requests that ended alone, by an error; return their number."""
     places = [spec.where for spec in specs for _ in range(spec.params.n)]
     failed = [
         (where, request)

@@ -34,7 +34,7 @@ from model.host import Host, part_of_start, uncollected
 from model.load.loader import LoadedModel, load_model, with_draft
 from model.ranks.ranks import Ranks, join_ranks
 
-_BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
+_BAD_INPUT = (  # those of other packages that the input causes, not a bug
     backends.UnknownBackendError,
     backends.BackendUnavailableError,
     backends.UnsupportedError,
@@ -158,7 +158,7 @@ def make_engine(
     Args:
         options: which model on what.
         config: sizes.
-        tell: is called with each line about the start.
+        tell: called with each line about the start.
         load: what loads it.
         expects_grammars: what the first grammar needs is made now, beside the preparation.
 

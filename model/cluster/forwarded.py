@@ -96,7 +96,7 @@ class Forwarded:
         return "".join(chr(_FIRST_LETTER + token % 0x100000) for token in self.tokens) or " "
 
     def take(self, ticket: Ticket, decision_ns: int) -> None:
-        """Keep the ticket of a choice; the router may run on a thread of its own. O(1)."""
+        """Keep the ticket of a choice; the router may run on another thread. O(1)."""
         self.ticket, self.decision_ns = ticket, decision_ns
         if self._is_over:  # the client went away during the choice
             self.end_ticket()

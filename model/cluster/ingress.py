@@ -307,7 +307,7 @@ class _Answer(Response):
         is_post = asked.scope["method"] == "POST"
         limit_s = ingress.config.replica_timeout_s
         ingress.num_sent += 1
-        # A context of its own: Ray gives every call in the context of a request the same id.
+        # In a new context: Ray gives every call in the context of a request the same id.
         self._call = Context().run(ingress.calls.remote, asked)
         try:
             async with asyncio.timeout(limit_s if is_post else min(limit_s, _LOOK_S)):

@@ -23,7 +23,7 @@ Invariants:
   it does after no more than its distance times the number of clients have run and ended;
 - a client without unfinished requests is forgotten: O(clients with unfinished requests) of memory.
 
-Does not know: which requests run, who a client is.
+Does not know: which requests run, the clients behind the names.
 """
 
 from collections import Counter

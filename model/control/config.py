@@ -94,9 +94,9 @@ class EngineConfig(StepLimits):
     Attributes:
         expected_lengths: the largest number of tokens of each expected request; where `num_blocks`
             is None, no more blocks are allocated than all of them together can use.
-        seed: for the random draws of requests without a seed of their own.
+        seed: for the random draws of requests that have no seed.
         record_events: record KV events, for a publisher that sends them to routers.
-        shares_disk: several processes have `disk`, each a folder of its own in it.
+        shares_disk: several processes have `disk`, each a separate folder in it.
     """
 
     num_blocks: int | None = setting(

@@ -188,7 +188,7 @@ def setting(
     The annotation says what it takes: `bool`, `int`, `float`, `str`, a `Literal`, a `tuple[T, ...]`
     of one of these, and any of them `| None`, where None means that nothing was said. A class that
     has `WANTED`, words, and `from_text`, a class method, can stand on a command line too. A field
-    that takes anything else is declared all the same, and checked by who has it.
+    that takes anything else is declared all the same, and checked by the class that has it.
 
     Args:
         default: as in `Setting`.

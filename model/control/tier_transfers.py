@@ -22,8 +22,8 @@ of their own, one for loads and one for stores; no block is published before all
 are there; every load and every store ends, by its deadline at the latest; a request that ends while
 it waits gives its blocks back at once; no clock, thread or tier of one rank alone changes the pool.
 
-Does not know: torch, which bytes a block has (`TierDevice`), the order of requests but for who
-gives way.
+Does not know: torch, which bytes a block has (`TierDevice`), the order of requests but for the
+one that is preempted.
 """
 
 from __future__ import annotations

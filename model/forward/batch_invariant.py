@@ -5,13 +5,13 @@ nondeterminism in LLM inference"). Sampling is per request already; what depends
 attention kernels that split work by its size, and matrix products, whose libraries sum in another
 order for another number of rows.
 
-Decides: attention runs in its batch-invariant mode with each token as a query of its own, and
+Decides: attention runs in its batch-invariant mode with each token as a separate query, and
 every linear layer computes its rows one by one, as if each token were alone: on a GPU in tiles that
 do not depend on their number (`invariant_kernels.py`), as are means and sums of rows. There both
 are operators, so that a trace has them, and steps are captured as CUDA graphs.
 
 Invariants: a row's bits depend on its token and the tokens before it alone: not on other requests,
-and not on chunked prefill, prefix cache hits, preemption or draft tokens of its own. Products of
+and not on chunked prefill, prefix cache hits, preemption or its draft tokens. Products of
 other kinds that mix rows in one call (grouped experts) are refused.
 
 Does not know: what a step computes, sampling.

@@ -116,7 +116,7 @@ class Passed(NamedTuple):
     Attributes:
         logits: [num_rows, vocab_size].
         most_likely: `logits.max(dim=-1)`; None: not computed.
-        place: the buffer of the logits; None: they have memory of their own.
+        place: the buffer of the logits; None: they get new memory.
     """
 
     logits: Tensor
@@ -271,7 +271,7 @@ class CudaGraphs:
                 strict=True,
             )
         )
-        positions = inputs.position_ids[:size][None]  # strided as a tensor of its own
+        positions = inputs.position_ids[:size][None]  # with the strides of a whole tensor
         starts = None if longest == 1 else inputs.query_start_loc[: rows + 1]
         states = None if self._states is None else self._states.of(rows, starts)
         slots = inputs.adapter_slots[:size] if adapted else None

@@ -248,7 +248,7 @@ class DraftModel:
         return chunks, ready
 
     def _run(self, chunks: Sequence[Chunk], asking: Sequence[tuple[Request, int]]) -> list[Flight]:
-        """Compute the plan, then the drawn tokens, for as many passes as are asked for."""
+        """Compute the plan, then the drawn tokens: a pass for each draft token that is wanted."""
         sampling = tuple([own for own, _ in asking])
         flights = [self._passes.send(Step(tuple(chunks)), sampling, None, self._watch)]
         sequences = [chunk.request.running_sequence for chunk in chunks]

@@ -78,7 +78,7 @@ class ImageEncoder:
     """The vision tower of a network and its outputs.
 
     Args:
-        network: whose attention is the paged one.
+        network: the network, with paged attention.
         codec: knows the attention of its tower.
         max_bytes: of the outputs that are kept.
         windows: of each KV cache group.

@@ -259,7 +259,7 @@ class PagedNetwork:
 
         Args:
             step: run once, to compile; several tokens, and a different number of rows.
-            few: the same with 4 tokens, if such steps have pieces of their own.
+            few: the same with 4 tokens, if such steps have separate pieces.
 
         Returns:
             The logits of `step`.

@@ -5,9 +5,9 @@ Decides: which tensors a step is built in, and whether its pass is replayed from
 Invariants: all work of a step runs on one stream, in order: stores, loads, the forward pass, the
 draws; a step may be sent before the tokens of the previous one are read, because they are read on
 the device. A buffer is never written while a copy from it may be running: two steps in flight have
-buffers of their own.
+different buffers.
 
-Does not know: how requests are scheduled, what becomes of a token.
+Does not know: how requests are scheduled, what a token is used for.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class StepRunner:
         max_sampled: the most rows of a step whose successor is sent before its tokens are read.
         is_async: whether steps are sent before the tokens of the previous one are read.
         sanitizer: the backend, if it checks each step.
-        drawn: a shared buffer for drawn tokens; None: a buffer of its own.
+        drawn: a shared buffer for drawn tokens; None: a new buffer.
         images: the network's vision tower; None: it takes no images.
 
     Attributes:

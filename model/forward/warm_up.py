@@ -83,7 +83,7 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
         is_on_gpu or (config.compile and is_small(network.num_parameters))
     )
     is_compiled = compiles(config, network.device)
-    # A new thread starts on the first GPU, so it is told which one this thread uses.
+    # A new thread starts on the first GPU, so it is set to the one that this thread uses.
     same_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if is_on_gpu else None
     with (
         closing(compile_processes()),
@@ -94,7 +94,7 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
             threads.submit(network.warm_up_draws),
         )
         if is_compiled:
-            threads.submit(start_compiler)  # mostly in processes of its own
+            threads.submit(start_compiler)  # mostly in other processes
         with part_of_start("trace"):
             mode = _trace(network) if is_traced else "eager"
         if is_compiled and mode == "traced":
@@ -117,7 +117,7 @@ def _warm_up(
 def compiled_tokens(max_num_batched_tokens: int) -> int:
     """The tokens of the step that compiles the pieces; they then serve any number. O(1).
 
-    More than `FEW_ROWS`, whose steps have pieces of their own: otherwise the pieces for all other
+    More than `FEW_ROWS`, whose steps have separate pieces: otherwise the pieces for all other
     steps would be compiled by the first request.
     """
     return max(max(FEW_ROWS) + 1, min(max_num_batched_tokens, _COMPILED_TOKENS))

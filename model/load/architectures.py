@@ -176,7 +176,7 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
     types: dict[str, list[int]] = {}
     for number, kind in enumerate(kinds):
         types.setdefault(kind, []).append(number)
-    # The prefix that all classes of an architecture share tells least.
+    # The prefix that all classes of an architecture share says least.
     prefix = re.sub(r"(For\w+|LMHeadModel|ModelWithLMHead)$", "", own_name)
     for found in (
         [(name, places) for name, places in names.items() if _kind(name.removeprefix(prefix))],

@@ -6,7 +6,7 @@ not belong together (`checkpoint.py`).
 
 Invariants: what loads is exactly what the files say; whatever Transformers raises while it reads
 files is an error about those files, in one line; nothing is downloaded for a path; a hub that does
-not answer is asked once; no code from a checkpoint is run.
+not answer is tried once; no code from a checkpoint is run.
 
 Does not know: backends, caches, requests.
 """
@@ -104,7 +104,7 @@ class LoadedModel:
     """A network with all that a request needs to know about it.
 
     Attributes:
-        name: the path or id that was asked for.
+        name: the given path or id.
         network: a decoder of Transformers, in evaluation mode, on its device.
         codec: its tokenizer.
         eos_token_ids: tokens that end a text.
@@ -147,7 +147,7 @@ def load_model(
     """Load a causal language model. Reads every weight once.
 
     Args:
-        name: a folder, or `owner/name` on the hub; the hub is asked if there is no such folder.
+        name: a folder, or `owner/name` on the hub; the hub is used if there is no such folder.
         device: of the weights.
         dtype: None: float32 on a CPU, bfloat16 on a GPU.
         ranks: the processes that share it, each of which calls this; they read it one after
@@ -212,7 +212,7 @@ def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
 
 
 def _vocabulary(codec: TextCodec) -> Mapping[int, str]:
-    """The spelling of each token; empty if the tokenizer does not tell."""
+    """Return the spelling of each token; empty if the tokenizer has none."""
     described = codec.describe()
     if described is None:
         return {}
@@ -276,7 +276,7 @@ class _Source:
 
     Attributes:
         name: the folder or the id.
-        is_local: True if the hub must not be asked.
+        is_local: True if the hub must not be used.
         gguf: the file in the folder that holds everything, if it is one in GGUF.
     """
 
@@ -571,7 +571,7 @@ def _read_tokenizer(source: _Source) -> PreTrainedTokenizerBase:
     """Return the tokenizer that tokenizer.json describes, or the named class's without that file.
 
     Many classes take only the vocabulary from tokenizer.json and replace its pre-tokenizer,
-    normalizer and decoder by those of their own family, which gives other tokens
+    normalizer and decoder by those of the class's family, which gives other tokens
     (https://github.com/huggingface/transformers/issues/45920).
     """
     tokenizer: PreTrainedTokenizerBase

@@ -646,7 +646,7 @@ def _run(
     alone: _Alone,
     **more: object,
 ) -> None:
-    if is_divided(model):  # each token is a sequence of its own
+    if is_divided(model):  # each token is a sequence
         more = {cache_argument(model): RecurrentPass.of_fresh([1] * len(tokens))} | more
     with torch.inference_mode():
         model(

@@ -217,7 +217,7 @@ def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) 
 
 
 def add_modelopt(config: PreTrainedConfig, path: Path) -> None:
-    """Add the settings of ModelOpt's first checkpoints, which have a file of their own. O(1).
+    """Add the settings of ModelOpt's first checkpoints, which stand in a separate file. O(1).
 
     Args:
         config: of the checkpoint; its `quantization_config` is set if it has none.

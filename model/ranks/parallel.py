@@ -6,7 +6,7 @@ operations; that KV heads are replicated if there are fewer than ranks. The sche
 (Shoeybi et al. 2019, arXiv:1909.08053): one all-reduce after each attention and each MLP.
 
 On GPUs of one host that can read each other's memory, a small sum is one kernel on the network's
-own stream; a collective of NCCL, on a stream of its own, takes 1.2 to 1.6 times as long
+stream; a collective of NCCL, on another stream, takes 1.2 to 1.6 times as long
 (docs/reference/measured.md).
 
 Invariants: every rank computes the same logits, to the bit, because it receives the same sums; an

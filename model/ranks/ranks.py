@@ -7,9 +7,9 @@ messages of the first rank to all others by gloo.
 A collective between CPUs fails when a process is gone. One between GPUs waits for it, in a call
 that cannot be interrupted. So a thread watches connections: rank 0 has one to each other rank. A
 process that ends in order, or has reported its own error, says so over its connection; if the
-connection just ends, the process is lost. Rank 0 reports in one line which one, and tells the other
-ranks, which stay silent; if rank 0 is lost, each of them reports it. After that a process has a few
-seconds to end by itself, then it is ended.
+connection just ends, the process is lost. Rank 0 reports in one line which one, and notifies the
+other ranks, which stay silent; if rank 0 is lost, each of them reports it. After that a process has
+a few seconds to end by itself, then it is ended.
 
 Invariants: a lost rank is an error on all others, not a wait, even while they wait for a GPU;
 no message of a step says which blocks.
@@ -267,8 +267,8 @@ class Ranks:
         """Run what all ranks run together; if one is lost, the error names it.
 
         Args:
-            or_fail: any other error ends this process, which reports it; the other ranks are told,
-                so that they stay silent.
+            or_fail: any other error ends this process, which reports it and notifies the other
+                ranks, so that they stay silent.
 
         Raises:
             RankLostError: another rank is gone.
@@ -298,7 +298,7 @@ def join_ranks(size: int, *, expert_parallel: bool = False) -> Ranks | None:
     """Meet the other processes; None if there are none. Waits until all are there.
 
     Args:
-        size: how many the user asked for.
+        size: the number of processes that --tp names.
         expert_parallel: how they share the network's experts.
 
     Raises:

@@ -1,7 +1,7 @@
 """Compiles grammars with llguidance, each once, in parallel with the steps.
 
-Decides: which grammars are refused before a request is admitted. A grammar is first compiled in a
-process of its own (`grammar_trial.py`), within limits of time, memory and stack, then here, and
+Decides: which grammars are refused before a request is admitted. A grammar is first compiled in
+another process (`grammar_trial.py`), within limits of time, memory and stack, then here, and
 then a few tokens are tried: a grammar that no text matches, or whose first masks exceed the
 library's limits or the budget of a token, is an error of the request.
 
@@ -114,8 +114,8 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).
 
-        Each call has a future of its own. When all of those of a grammar are cancelled before it
-        was begun, it is not compiled.
+        Each call returns another future. When all those of a grammar are cancelled before it was
+        begun, it is not compiled.
 
         The future raises:
             InvalidSettingError: no text matches it, it is invalid, or it is too large.
@@ -142,7 +142,7 @@ class GrammarCompiler:
         return asked
 
     def _let_go(self, asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
-        """One who asked waits no more."""
+        """Forget a cancelled future; cancel the work if no other waits for it."""
         with self._lock:
             asking = self._asking.get(work)
             if asking is None:
@@ -182,7 +182,7 @@ class GrammarCompiler:
             threading.stack_size(before)
 
     def _tell(self, grammar: Grammar, work: _Work) -> None:
-        """Tell all who asked what has become of a grammar; the work knows them no more."""
+        """Set the outcome of a grammar in all futures that wait for it."""
         with self._lock:
             asking = self._asking.pop(work)
         for asked in asking:
@@ -267,7 +267,7 @@ def _log_failure(work: Future[LLTokenizer]) -> None:
 
 
 def _settle(asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
-    """Tell one who asked what has become of a grammar."""
+    """Set the outcome of a grammar in one future."""
     if not asked.set_running_or_notify_cancel():
         return
     error = work.exception()
@@ -311,7 +311,7 @@ def _first(words: torch.Tensor, ends: frozenset[int]) -> int | None:
 
 
 def _try(grammar: Grammar, source: str) -> None:
-    """Compile a grammar in a process of its own. Some tens of milliseconds.
+    """Compile a grammar in another process. Some tens of milliseconds.
 
     Raises:
         InvalidSettingError: it does not compile there.

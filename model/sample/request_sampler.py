@@ -99,7 +99,7 @@ class RequestSampler:
     Args:
         vocab_size: of the logits.
         device: of the logits.
-        seed: for requests without a seed of their own.
+        seed: for requests that have no seed.
         grammars: structured outputs.
         ranks: the processes with the same logits; rank 0's tokens count. None: only this one.
     """

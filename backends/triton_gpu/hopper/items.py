@@ -13,7 +13,7 @@ middle is seen whole by all rows; the ones before it hold the diagonal, and with
 after it hold its edge: only these need a mask.
 
 Where items are too few for the programs and contexts long (SPLIT), an item's tiles are cut into
-pieces of about equal length, each an item of its own that leaves a part to `merge`. Their
+pieces of about equal length, each an item that leaves a part to `merge`. Their
 number is that of the list, or for one sequence the one of `count_work` that takes the fewest
 steps, as a round of all programs takes as long as its longest item.
 

@@ -8,7 +8,7 @@ time is about as long. So
 
     rank = tiles of the sequences that are longer, or as long and before + tiles ahead in its own
 
-and each tile finds its own rank, in a program of its own: no sorting. The list of work is int32
+and each tile finds its rank in a separate program: no sorting. The list of work is int32
 [ENTRY + ENTRY * ranks]: the number of ranks, a zero (COUNTER), then for each rank (sequence, first
 row, tokens, position of the first, keys of the sequence, position of its first query token, piece,
 pieces). Sequences of fewer than `shortest` query tokens are left out.

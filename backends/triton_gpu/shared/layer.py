@@ -1,6 +1,6 @@
 """The compile-time values of the attention kernels: a layer's strides, sizes and operations.
 
-A kernel takes one compile-time value, a `Form` of its own file, which holds the `Layer`: a tuple
+A kernel takes one compile-time value, the `Form` of its file, which holds the `Layer`: a tuple
 of numbers with names, which Triton's hooks can write as JSON. Kernels read the fields as
 `LAYER.block_size`. A field that stands in a list needs a local constexpr first,
 because Triton takes no Python number there.
