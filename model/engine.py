@@ -453,14 +453,14 @@ def engine_of(
     *,
     checks_ranks: bool = False,
 ) -> Engine:
-    """An engine on as many ranks as share the model: on one an engine, else twins. As an engine."""
+    """Return an engine, or a twin of the engines on all ranks that share the model."""
     if model.ranks is None:
         return Engine(model, backend, config)
     return TwinEngine(model, backend, config, is_checked=checks_ranks)
 
 
 def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig) -> PagedNetwork:
-    """The network, and what its caches will store."""
+    """Return the network, with the dtype that its caches will store."""
     if config.batch_invariant:
         most = max(config.max_num_batched_tokens, config.max_rows)
         network: PagedNetwork = BatchInvariantNetwork(model, backend, most)
@@ -475,7 +475,7 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
 def _image_encoder(
     model: LoadedModel, network: PagedNetwork, config: EngineConfig
 ) -> ImageEncoder | None:
-    """Runs the vision tower; None: the model takes no images."""
+    """Return the runner of the vision tower; None: the model takes no images."""
     if isinstance(model.images, NoImages):
         return None
     size, windows = config.encoder_cache_bytes, network.layout.windows
@@ -492,7 +492,7 @@ def _add_adapters(network: PagedNetwork, model: LoadedModel, config: EngineConfi
 
 
 def _fitted(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
-    """The configuration with blocks that hold what recurrent layers keep."""
+    """Return the configuration with blocks that hold the states of recurrent layers."""
     block_size = network.layout.fitting_block_size(config.block_size)
     return replace(config, block_size=block_size)
 

@@ -507,7 +507,7 @@ class EngineCore:
         return launched
 
     def _with_encoded(self, step: Step) -> Step:
-        """A step whose images have their outputs; requests whose image has none end, alone."""
+        """Return a step whose images have their outputs; requests whose image fails end alone."""
         errors = self._runner.encode_images(step)
         if not errors:
             return step

@@ -247,7 +247,7 @@ class LLM:
         )
 
     def _logprobs(self, token: SampledToken) -> dict[int, Logprob]:
-        """The likely tokens in the place of one, and itself."""
+        """Return the likely tokens in the place of one, itself included."""
         decode = self.engine.model.codec.decode
         told = {
             number: Logprob(logprob, rank, decode([number]))

@@ -40,7 +40,7 @@ HEADERS: Final = {
 
 
 def page_file(name: str) -> tuple[str, bytes]:
-    """The type and the content of a file of the page. O(its size).
+    """Return the type and the content of a file of the page. O(its size).
 
     Raises:
         InvalidArgumentError: the page has no such file.

@@ -131,7 +131,7 @@ class StepRecorder:
         self._device = clock
 
     def device_spans(self) -> list[tuple[str, int, int]]:
-        """Phases with the time at which the device began and ended them. O(what the clock does)."""
+        """Return the phases with the times at which the device began and ended them."""
         spans = {} if self._device is None else self._device.spans()
         return [
             (phase, spans[number][0] - paused, spans[number][1] - paused)
@@ -252,7 +252,7 @@ class _PoolRecording:
         self._close_ns += took_ns if is_close else 0
 
     def document(self, origin_ns: int) -> dict[str, object]:
-        """All of it, with times from an origin."""
+        """Return the whole recording, with times from an origin."""
         now_ns = time.perf_counter_ns() - self.elapsed_ns
         self._log.add(self._frames.look(now_ns / 1e9))
         texts = dict(self._texts)

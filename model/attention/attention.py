@@ -172,7 +172,7 @@ def attend(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that Transformers calls in each layer.
+    """Compute attention: Transformers calls this function in each layer.
 
     Args:
         module: the attention layer; has `layer_idx`.

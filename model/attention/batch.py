@@ -226,7 +226,7 @@ class _Tables:
         return backends.SharedPrefix(first, count, tokens)
 
     def shaped(self) -> Tensor:
-        """The rows as wide as the widest; for a GPU wider, so that they are contiguous. O(rows)."""
+        """Return rows of the widest one's width; for a GPU wider, to be contiguous. O(rows)."""
         is_read_here = self._device.type == "cpu"
         width = max(self._rows.lengths) if is_read_here else self._tensor.shape[1]
         if self._shaped.shape != (len(self._sequences), width):
@@ -352,7 +352,7 @@ class BatchBuilder:
     def _write_states(
         self, chunks: Sequence[Chunk], sequences: Sequence[kvcore.KVSequence]
     ) -> StateStep:
-        """The state that each chunk begins with, and where the one behind its known tokens goes."""
+        """Write the blocks of the states that chunks read, and of those after known tokens."""
         shape = (len(sequences), len(sequences[0].state_blocks[1]))
         (reads, before), (writes, after) = [buffer.of(*shape) for buffer in self._states]
         kvcore.write_states(sequences, reads, writes)
@@ -408,7 +408,7 @@ class BatchBuilder:
 
 
 def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tokens whose logits are used: the last known ones, the draft tokens, the scored ones."""
+    """Return the tokens whose logits are used: the last known, the draft and the scored ones."""
     counts = np.array([len(chunk.drafts) for chunk in chunks])
     known = (ends - 1 - counts).repeat([len(chunk.sampling) for chunk in chunks])
     begins = ends - np.array([chunk.num_tokens for chunk in chunks])
@@ -417,7 +417,7 @@ def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[n
 
 
 def _runs(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """From each of `begins` on as many numbers as `counts` says, one run after the other."""
+    """Return runs of `counts` numbers from each of `begins` on, one after the other."""
     return np.repeat(begins - counts.cumsum() + counts, counts) + np.arange(counts.sum())
 
 

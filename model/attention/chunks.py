@@ -27,7 +27,7 @@ def chunked_batch(
     chunk: int,
     block_size: int,
 ) -> backends.PagedBatch:
-    """The batch of a step for layers with chunks. O(num_tokens / chunk + num_seqs) rows, new.
+    """Return a step's batch for layers with chunks. O(num_tokens / chunk + num_seqs) rows, new.
 
     Args:
         table: [num_seqs, at least the blocks of any sequence] of the group.

@@ -96,7 +96,7 @@ def follow_compressors(network: nn.Module) -> None:
 def _stand_in(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook: give a layer with a compressor a cache that stands for those of the pass."""
+    """Give a layer with a compressor a cache that stands for those of the pass; a hook."""
     paged = kwargs.get("paged")
     if paged is None:
         return None
@@ -133,7 +133,7 @@ class _CompressorCache(ReportedLength):
     def store_compression_weights(
         self, name: str, keys: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep what tokens contribute; what the completed entries are made of. `complete`'s cost.
+        """Keep the parts of tokens; return those of the completed entries. `complete`'s cost.
 
         Returns:
             Keys and gates [1, num_windows * rate, width], and int64 [num_windows]: added to
@@ -156,12 +156,12 @@ class _CompressorCache(ReportedLength):
         return both[:, :, 0], both[:, :, 1], completed.positions - begins
 
     def update_overlap_state(self, name: str, *_: object) -> tuple[None, None]:
-        """The window before the first one is among those given, so nothing is kept. O(1)."""
+        """Keep nothing: the window before the first one is among those given. O(1)."""
         self._overlapping.add(name)
         return None, None
 
     def update_compressor_states(self, name: str, rows: Tensor) -> "Tensor | Index":
-        """Store the entries; stand-in for those of the whole text. `store_entries`'s cost.
+        """Store the entries; return a stand-in for those of the whole text. `store_entries`'s cost.
 
         Args:
             name: their name in the compressor.
@@ -349,7 +349,7 @@ class PagedEntries:
         return found
 
     def _windows(self, entries: int, *, overlaps: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows that a compressor gets: sequence, last position, and whether it is new.
+        """Return a compressor's windows: sequence, last position, and True if one is new.
 
         Where windows overlap, a new one whose predecessor is not new comes behind that one.
         """
@@ -371,7 +371,7 @@ class PagedEntries:
         return found
 
     def _recent(self, number: int, size: int) -> tuple[Tensor, Tensor]:
-        """The window of each token: [2, num_tokens, width] blocks and offsets, and their number."""
+        """Return each token's window: [2, num_tokens, width] blocks and offsets, their number."""
         group, window = self.layout.places[number][0], self.layout.layers[number].window
         key = ("recent", group)
         if key not in self.kept:
@@ -385,6 +385,6 @@ class PagedEntries:
         return found
 
     def _slots(self, table: Tensor, rows: Tensor, size: int) -> Tensor:
-        """Blocks and offsets of some rows of each token's sequence: int64 [2, *rows.shape]."""
+        """Return blocks and offsets of rows of each token's sequence: int64 [2, *rows.shape]."""
         sequences = self._tokens().sequences[:, None]
         return torch.stack([table[sequences, rows // size].long(), rows % size])

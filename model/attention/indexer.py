@@ -68,7 +68,7 @@ class SeenTokens:
 def _stand_in(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook: give a layer with an indexer a cache and a mask that stand for those of the pass."""
+    """Give a layer with an indexer a cache and a mask that stand for the pass's; a hook."""
     paged = kwargs.get("paged")
     if paged is None:
         return None
@@ -164,7 +164,7 @@ class Index:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> "Index":
-        """A function of PyTorch that gets a stand-in. O(1)."""
+        """Handle a function of PyTorch that gets a stand-in. O(1)."""
         del types
         name = getattr(func, "__name__", "").strip("_")
         self: Index = next(arg for arg in args if isinstance(arg, cls))

@@ -40,7 +40,7 @@ class _Absorbed:
     value_dim: int
 
     def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, heads, num_tokens, ...]: of one head, or as the layer makes them."""
+        """Return keys and values [1, heads, num_tokens, ...]: of one head, or the layer's."""
         module: Any = self.module
         if module.config._attn_implementation.startswith(OURS):  # noqa: SLF001
             return torch.cat([latent, rotated], -1), latent
@@ -54,7 +54,7 @@ class _Absorbed:
         return torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), rotated], 2)
 
     def values(self, out: Tensor) -> Tensor:
-        """The layer's results from those over latents: [num_tokens, num_heads, value_dim]."""
+        """Return the layer's results from those of latents: [num_tokens, num_heads, value_dim]."""
         values = self._matrix()[:, self.key_dim :]
         return (out.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
 

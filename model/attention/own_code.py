@@ -180,7 +180,7 @@ def _falcon_model(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """With `use_alibi` the class would put ALiBi of counted positions into the mask."""
+    """Run the model without ALiBi of counted positions in its mask, which `use_alibi` would add."""
     del passing
     was, module.use_alibi = module.use_alibi, False
     try:
@@ -215,7 +215,7 @@ def _mpt_model(
     attention_mask: Tensor | None = None,
     **_: object,
 ) -> BaseModelOutputWithPastAndCrossAttentions:
-    """The class needs a mask, and would make ALiBi of counted positions."""
+    """Run the model without ALiBi of counted positions, which the class would compute."""
     del passing
     states = module.wte(input_ids)
     no_cache: Any = {CACHE_ARGUMENT: None}
@@ -233,7 +233,7 @@ def _unreached(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """A layer that calls Transformers' interface, and whose model gives it no arguments."""
+    """Run a layer that calls Transformers' interface, but gets no arguments from its model."""
     return type(module).forward(module, *args, **kwargs, paged=passing.paged)
 
 
@@ -245,7 +245,7 @@ def _eager(
     value: Tensor,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """`_attn` of the classes after GPT-J, whose queries and keys are rotated before."""
+    """Run `_attn` of the classes after GPT-J, which rotate queries and keys before it."""
     norm = module.norm_factor if hasattr(module, "norm_factor") else module.scale_attn
     query, key = query.to(value.dtype), key.to(value.dtype)
     out = passing.attend(module, query, key, value, attention_mask, 1 / float(norm))
@@ -343,5 +343,5 @@ def _either(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """The class's own method, or what stands in for it in our passes."""
+    """Run the method of the class, or in our passes its replacement."""
     return (original if passing.paged is None else own)(*args, **kwargs)

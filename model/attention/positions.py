@@ -105,7 +105,7 @@ class RowsElsewhere(TorchFunctionMode):
         return result
 
     def _moved(self, value: Any, name: str) -> Any:  # noqa: ANN401
-        """Arguments, replaced by their twins if they have one."""
+        """Return arguments, replaced by their twins if they have one."""
         if isinstance(value, Tensor):
             is_integer = not (value.is_floating_point() or value.dtype == torch.bool)
             if id(value) not in self._twins or (is_integer and name.strip("_") not in _ARITHMETIC):

@@ -58,7 +58,7 @@ class Worth(NamedTuple):
 
 
 def shared_run(table: NDArray[np.int32], filled: NDArray[np.int64]) -> Shared:
-    """The run that saves most, the first of equal ones; `NOTHING` if no neighbours share a block.
+    """Return the run that saves most, the first of equals; `NOTHING` if no blocks are shared.
 
     O(rows + shared entries).
 

@@ -78,7 +78,7 @@ def exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaves() -> Iterator[None]:
-    """`exits` for a whole process, with its signals: it is gone when the body is done.
+    """Run the body of a whole process as `exits` does, with its signals; end it afterwards.
 
     Nothing is torn down: freeing what torch and its compilers hold takes seconds and has no
     effect. For the same reason a signal unwinds nothing; an exception raised in the middle of
@@ -177,7 +177,7 @@ def _not_loaded(error: Exception) -> str:
 
 
 def _brief(error: BaseException) -> str:
-    """The beginning of what an error says."""
+    """Return the beginning of an error's message."""
     text = " ".join(str(error).split())
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 

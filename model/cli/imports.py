@@ -116,7 +116,7 @@ _CHANGED = {_FINDS_NAMES: _run, _NAMES_LOSSES: _run_without_losses}
 
 
 def _looking_up(find: Callable[..., _Names], models: Path) -> Callable[..., _Names]:
-    """`define_import_structure`, which finds the names of one folder once and for later starts."""
+    """Return a `define_import_structure` that finds a folder's names once, for later starts too."""
     known = cache(partial(_names, find, models))
 
     def define(module_path: str | Path, prefix: str | None = None) -> _Names:

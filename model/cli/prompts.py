@@ -232,7 +232,7 @@ def _images(where: str, entry: Mapping[str, object]) -> tuple[str, ...]:
 def _params(
     where: str, index: int, options: Options, entry: Mapping[str, object], *, is_batch: bool
 ) -> tuple[SamplingParams, RequestOptions]:
-    """The sampling parameters of an entry, and what else is said of it."""
+    """Return the sampling parameters and the other options of an entry."""
     try:
         own = {
             name: _value(name, value)

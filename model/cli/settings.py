@@ -54,11 +54,11 @@ class Said:
         self._defaults = defaults
 
     def given(self, declared: type["DataclassInstance"]) -> dict[str, object]:
-        """The settings of a class that stand on the command line, no defaults. O(settings)."""
+        """Return the settings of a class that the command line gives, no defaults. O(settings)."""
         return dict(self._given[declared])
 
     def of(self, declared: type[_Declared], **defaults: object) -> _Declared:
-        """The settings of a class: what was given, else the command's default, else its own.
+        """Return the settings of a class: the given ones, else the command's default, else the class's.
 
         Args:
             declared: the class.
@@ -76,7 +76,7 @@ class Said:
         return declared(**values)
 
     def over(self, settings: _Declared) -> _Declared:
-        """The same over other defaults: an instance, and what was given in its place.
+        """Return the same over other defaults: an instance, and the given settings in their place.
 
         Raises:
             InvalidArgumentError: settings that mean nothing together.
@@ -220,7 +220,7 @@ def flag_name(one: Setting) -> str:
 
 
 def num_bytes(text: str) -> int:
-    """A size such as 1073741824, 512M or 2GiB; K, M, G and T are powers of 1024. O(text).
+    """Return the bytes of a size such as 512M or 2GiB; K, M, G and T are powers of 1024. O(text).
 
     Raises:
         ValueError: it is none.

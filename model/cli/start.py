@@ -190,7 +190,7 @@ def make_engine(
 
 
 def follow(options: ModelOptions, config: EngineConfig) -> int:
-    """Be a process that shares the network of one that serves, until that ends; the exit code.
+    """Run the steps of the process that serves, which shares its network; return the exit code.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
@@ -204,7 +204,7 @@ def follow(options: ModelOptions, config: EngineConfig) -> int:
 
 
 def _choose_threads(model: LoadedModel) -> None:
-    """One thread for a small network on a CPU, unless the user has said how many.
+    """Use one thread for a small network on a CPU, unless the user has set the number.
 
     Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
     """

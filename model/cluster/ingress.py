@@ -121,7 +121,7 @@ class Ingress:
         return _Answer(self, asked)
 
     async def change_adapters(self, path: str, body: bytes) -> None:
-        """A replica has loaded or unloaded an adapter: all others have to, before they answer."""
+        """Have all replicas follow one that has changed its adapters, before they answer."""
         told = json.loads(body)
         name, adapters = told["lora_name"], dict(self.table.adapters)
         if path == _UNLOAD:

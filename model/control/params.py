@@ -179,7 +179,7 @@ class SamplingParams:
             raise InvalidSettingError("bad_words", "none with a grammar", self.bad_words)
 
     def _as_vllm_takes_them(self) -> dict[str, object]:
-        """The fields in whose place vLLM takes other types, as they are here. O(fields)."""
+        """Return the fields for which vLLM takes other types, as they are here. O(fields)."""
         made: dict[str, object] = {}
         stop: object = self.stop
         if isinstance(stop, str):
@@ -213,7 +213,7 @@ class SamplingParams:
 
 
 def _check_bad_words(words: tuple[str, ...]) -> None:
-    """Not too many of them, and none of white space alone."""
+    """Raise if there are too many bad words, or one of white space alone."""
     for word in words:
         if not word.strip():
             raise InvalidSettingError("bad_words", "a list, each text that is not blank", word)
@@ -226,7 +226,7 @@ def _check_bad_words(words: tuple[str, ...]) -> None:
 
 
 def _check_bias(pairs: tuple[object, ...]) -> None:
-    """Pairs of a token and a number from -100 to 100, each token once."""
+    """Raise unless these are pairs of a token and a number from -100 to 100, each token once."""
     tokens = set()
     for pair in pairs:
         match pair:

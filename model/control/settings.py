@@ -201,7 +201,7 @@ def setting(
 
 @functools.cache
 def settings_of(declared: type["DataclassInstance"]) -> tuple[Setting, ...]:
-    """The settings of a dataclass, in order; its other fields are left out. O(fields), once."""
+    """Return the settings of a dataclass, in order, without other fields. O(fields), once."""
     hints = get_type_hints(declared)
     found = []
     for each in fields(declared):

@@ -302,4 +302,4 @@ class Unwatched:
         return _NOTHING
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""

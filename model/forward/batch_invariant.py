@@ -273,7 +273,7 @@ _KEPT = "token by token"
 
 
 def _token_by_token(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
-    """The same rows in calls, each query token a sequence that ends with it. O(tokens * blocks).
+    """Return the rows as calls, each token a sequence that ends with it. O(tokens * blocks).
 
     Once for all layers, where the batch keeps it.
     """
@@ -284,7 +284,7 @@ def _token_by_token(batch: backends.PagedBatch) -> list[tuple[slice, backends.Pa
 
 
 def _calls_of(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
-    """Shapes depend on no value, as CUDA graphs need; a surplus token is an empty sequence."""
+    """Return calls with shapes that depend on no value; surplus tokens are empty sequences."""
     if batch.max_query_len == 1:
         return [(slice(None), batch)]
     ends, last = batch.query_start_loc[1:], batch.query_start_loc[-1]
@@ -378,7 +378,7 @@ def _each_row(
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> Tensor:
-    """A function of each number, called for one row after the other."""
+    """Call a function of each number for one row after the other."""
     flat = rows.reshape(-1, rows.shape[-1])
     found = [func(row, *args, **kwargs) for row in flat]
     return torch.stack(found).reshape(rows.shape) if found else rows  # type: ignore[arg-type]
@@ -392,7 +392,7 @@ def _summed(
     keepdim: bool = False,  # noqa: FBT001, FBT002 - as PyTorch has it
     **kwargs: object,
 ) -> object:
-    """A sum or mean on a GPU, whose order PyTorch chooses by the number of rows."""
+    """Compute a sum or mean on a GPU, whose order PyTorch chooses by the number of rows."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else [*dim]
     if (
         dims not in ([-1], [rows.ndim - 1])

@@ -201,7 +201,7 @@ class CudaGraphs:
         return len(self._graphs)
 
     def _sharing(self) -> list[Bucket]:
-        """Buckets of one token per sequence in which reading a shared prefix once can pay."""
+        """Return buckets of one token a sequence in which reading a shared prefix once can pay."""
         pairs = [
             (worth, length)
             for worth, length in zip(self._worth, self._max_seq_lens, strict=True)
@@ -285,7 +285,7 @@ class CudaGraphs:
     def _kept(
         self, logits: Tensor, best: Tensor, tokens: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The same in buffers that all buckets of several tokens per sequence share."""
+        """Copy the results into buffers that all buckets of several tokens per sequence share."""
         if len(self._logits) < len(logits):  # in the first run, which is the largest
             self._logits, self._best = torch.empty_like(logits), torch.empty_like(best)
             self._likely = torch.empty_like(tokens)
@@ -416,14 +416,14 @@ class _StateInputs:
 
 
 def _bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Rows of steps with one token per sequence, closest where a row costs most. O(sizes)."""
+    """Return the rows of steps with one token a sequence, closest where a row costs most."""
     last = max(2, max_num_seqs)
     sizes = [size for size in (*_FEW, *range(_FEW[-1] + _STEP, last, _STEP)) if size < last]
     return (*sizes, last)
 
 
 def _token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Tokens of all other steps: doubled while they cost little, then in steps of 1/2 and 1/3.
+    """Return the tokens of other steps: doubled while they cost little, then by 1/2 and 1/3.
 
     O(log max_tokens).
     """

@@ -160,7 +160,7 @@ class DraftModel:
         return [drafts.get(request.request_id, ()) for request, _ in wanted]
 
     def _reachable(self, request: Request, most: int) -> int:
-        """The most drafts that there are positions for: all but the last one are computed."""
+        """Return the most drafts that have positions: all but the last one are computed."""
         if self._max_positions is None:
             return most
         return max(0, min(most, self._max_positions - request.num_tokens + 1))
@@ -224,7 +224,7 @@ class DraftModel:
     def _plan(
         self, followers: Sequence[_Follower], most_of: dict[int, int]
     ) -> tuple[list[Chunk], list[_Follower]]:
-        """The first pass, and the followers that can guess after it; reserves for all passes."""
+        """Plan the first pass, and reserve for all; return it and the followers that can guess."""
         budget = self._config.max_num_batched_tokens
         chunks: list[Chunk] = []
         ready: list[_Follower] = []

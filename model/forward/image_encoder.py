@@ -135,7 +135,7 @@ class ImageEncoder:
         return failed
 
     def prepared(self, chunks: Sequence[Chunk], tensors: StepTensors) -> StepTensors:
-        """A step with the images of its chunks, whose outputs are at hand. O(num_chunks + rows).
+        """Return a step with the images of its chunks, already encoded. O(num_chunks + rows).
 
         Args:
             chunks: in the order of the step's tokens.
@@ -205,7 +205,7 @@ class ImageEncoder:
     def _arguments(
         self, encoded: EncodedImage, places: Tensor, input_ids: Tensor
     ) -> dict[str, object]:
-        """The rows of a step's images as an argument of its pass. O(num_tokens * hidden_size).
+        """Return the rows of a step's images as an argument. O(num_tokens * hidden_size).
 
         A placeholder token that belongs to no image keeps its own embedding, as it has in a step
         without images.
@@ -277,7 +277,7 @@ def _runs(span: _Span, sequence: int, begin: int, start: int) -> Iterator[AheadR
 
 
 def _positioned(position_ids: Tensor, begin: int, chunk: Chunk, images: ImagePrompt) -> Tensor:
-    """The position ids of a step with those of a chunk, in place while one axis is enough."""
+    """Return a step's position ids with those of a chunk, in place while one axis is enough."""
     position_ids[..., begin : begin + chunk.num_tokens] += images.delta
     if images.positions is None or chunk.start >= images.positions.shape[1]:
         return position_ids

@@ -81,7 +81,7 @@ def _multiply(
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`functional.linear`: [..., width] with a weight [count, width]; one launch."""
+    """Compute `functional.linear`: [..., width] with a weight [count, width]; one launch."""
     width, count = x.shape[-1], weight.shape[0]
     rows = x.reshape(-1, width).contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -111,7 +111,7 @@ def _add_up(
 
 
 def add_up(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001  # an argument of an operator
-    """The float32 sums or means of the last dimension: [..., width] gives [...]; one launch."""
+    """Return float32 sums or means of the last dimension: [..., width] to [...]; one launch."""
     width = x.shape[-1]
     rows = x.reshape(-1, width).contiguous()
     out = torch.empty(len(rows), dtype=torch.float32, device=x.device)

@@ -62,7 +62,7 @@ class _Noting:
         terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Note the call; zeros."""
+        """Note the call; return zeros."""
         del key
         self.calls[layer] = (query.shape[1], query.dtype, terms)
         if chosen is not None:
@@ -70,18 +70,18 @@ class _Noting:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
-        """Note the call; zeros."""
+        """Note the call; return zeros."""
         del weights
         self.indexes[layer] = query.shape[1]
         return key.new_zeros((len(key), count), dtype=torch.int32)
 
     def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
-        """Nothing is complete."""
+        """Return that no entry is complete."""
         del layer, is_index
         return none_complete(parts, rate)
 
     def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """Nothing is complete."""
+        """Do nothing: no entry is complete."""
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
         """Note the call."""
@@ -387,7 +387,7 @@ class PagedNetwork:
         return tuple(calls.values())
 
     def shared_worth(self) -> tuple[Worth | None, ...]:
-        """For each group when reading a shared prefix once pays; None: never. O(num_layers).
+        """Return for each group when reading a shared prefix once pays; None: never. O(layers).
 
         It never does for layers that do not see all tokens.
         """
@@ -479,7 +479,7 @@ class PagedNetwork:
                 )
 
     def _states_of(self, step: StepTensors) -> RecurrentPass | None:
-        """The states that a step reads and writes; None: the network has none."""
+        """Return the states that a step reads and writes; None: the network has none."""
         if not self.layout.states:
             return None
         states = step.states

@@ -339,7 +339,7 @@ class SanitizedBackend:
         return f"paged_attention{layer}: {self._name(cache, number, owners)}"
 
     def _name(self, cache: backends.KVCache, number: int, owners: _Owners) -> str:
-        """The request of a sequence of the batch, with the name that kvcore gives the sequence."""
+        """Return the request of a batch's sequence, with the name that kvcore gives that."""
         group = self._places.get(id(cache), (0, 0))[1]
         pieces = self._pieces[group] if self._pieces else []
         if len(pieces) != len(owners.rows):  # `begin_step` was not called
@@ -352,7 +352,7 @@ class SanitizedBackend:
 def _owners(
     batch: backends.PagedBatch, cache: backends.KVCache, terms: backends.AttentionTerms
 ) -> _Owners:
-    """The owners of a batch; computed once for all layers of a step if the batch can keep them."""
+    """Return the owners of a batch; computed once for all layers if the batch keeps them."""
     kept = {} if batch.kept is None else batch.kept
     found = kept.get("sanitized")
     if not isinstance(found, _Owners):

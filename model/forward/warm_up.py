@@ -148,7 +148,7 @@ def _compile(network: PagedNetwork, config: EngineConfig) -> str:
 
 
 def free_bytes(networks: Sequence[PagedNetwork], config: EngineConfig) -> int | None:
-    """Memory for caches on the networks' device; None if unknown.
+    """Return the memory for caches on the networks' device; None if unknown.
 
     On a GPU this compiles all networks and runs the largest step of each, unless the size of the
     cache is given: then it is the memory that is free now.
@@ -259,7 +259,7 @@ def prepare_network(
 
 
 def captured_tokens(num_parameters: int, num_layers: int, config: EngineConfig) -> int:
-    """The most tokens of a captured step: beyond them launching takes less time than computing.
+    """Return the most tokens of a captured step: a larger one computes longer than it launches.
 
     O(1). Launching takes a time per layer, computing a time per weight and token.
     """

@@ -57,7 +57,7 @@ _KINDS = (  # a part of the name of a layer's type or class, and what it is
 def auto_class(
     config: PreTrainedConfig,
 ) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """Transformers' auto class that makes the network of a configuration. O(1).
+    """Return Transformers' auto class that makes the network of a configuration. O(1).
 
     A class that reads images beside text counts as a decoder of text: where there are both, the
     configuration's `architectures` decides, and else the one for text alone is taken.
@@ -82,7 +82,7 @@ def _mapped(mapping: Mapping[Any, Any], config: PreTrainedConfig) -> type[PreTra
 
 
 def _network_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that `auto_class` makes; None: Transformers has none."""
+    """Return the class that `auto_class` makes; None: Transformers has none."""
     return _mapped(auto_class(config)._model_mapping, config)  # noqa: SLF001
 
 
@@ -213,7 +213,7 @@ def _kind(name: str) -> str:
 
 
 def _listed(found: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Names with their layers, similar ones once: `layers 0-3 are MambaMixer (a state space)`."""
+    """Return names with layers, similar ones once: `layers 0-3 are MambaMixer (a state space)`."""
     by_kind: dict[str, tuple[str, set[int]]] = {}
     for name, places in found:
         first, known = by_kind.setdefault(_kind(name), (name, set()))
@@ -239,7 +239,7 @@ def _numbers(places: Sequence[int]) -> str:
 def _network_without_weights(
     config: PreTrainedConfig, attention: str | None = IMPLEMENTATION
 ) -> PreTrainedModel:
-    """The network of a configuration on PyTorch's meta device: tensors with shapes and no content.
+    """Return a configuration's network on PyTorch's meta device: tensors without content.
 
     Args:
         config: of the network.

@@ -284,7 +284,7 @@ def check_token_ids(where: str, ids: object) -> frozenset[int]:
 
 
 def _weight_files(folder: Path) -> Iterable[str]:
-    """The names of the safetensors files that Transformers would read; it looks in this order."""
+    """Return the names of the safetensors files that Transformers would read, in its order."""
     if (folder / _WHOLE).is_file():
         return [_WHOLE]
     index = folder / _INDEX

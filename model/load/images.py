@@ -90,7 +90,7 @@ class ImagePrompt:
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """An input of a vision tower on a device; one that is no integer in the dtype. O(bytes)."""
+    """Return a vision tower's input on a device; numbers but integers in the dtype. O(bytes)."""
     return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
@@ -204,7 +204,7 @@ class ImageCodec:
         self._lock = Lock()
 
     def own_attention(self) -> AbstractContextManager[None]:
-        """Every part of the network attends as when this was made, for a while. O(parts)."""
+        """Return a context in which the network has the attention it came with. O(parts)."""
         return _attending(self._attention)
 
     def encode_chat(
@@ -216,7 +216,7 @@ class ImageCodec:
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> tuple[list[int], ImagePrompt]:
-        """The tokens and images of a conversation as `TextCodec.render_chat` takes it. O(pixels).
+        """Return the tokens and images of a conversation. O(pixels).
 
         Raises:
             InvalidArgumentError: as `encode`, or the chat template refuses the messages.
@@ -286,7 +286,7 @@ class ImageCodec:
         items: tuple[kvcore.MultimodalItem, ...],
         inputs: tuple[Mapping[str, Tensor], ...],
     ) -> ImagePrompt:
-        """With position ids, and what `generate` takes. O(tokens)."""
+        """Return the prompt with position ids and the arguments of `generate`. O(tokens)."""
         ids = torch.tensor([tokens])
         types = (ids == self._token).to(torch.int64)
         given = {name: _joined([one[name] for one in inputs]) for name in inputs[0]}
@@ -530,7 +530,7 @@ def _reads_images(network: PreTrainedModel) -> bool:
 
 
 def _layers_ahead(network: PreTrainedModel, token: int) -> frozenset[int]:
-    """The layers in which the tokens of an image see each other; in the others they are causal.
+    """Return the layers in which an image's tokens see each other; the others are causal.
 
     Raises:
         UnsupportedModelError: something else is.
@@ -562,7 +562,7 @@ def _attention_of(network: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]
 
 @contextmanager
 def _attending(wanted: Sequence[tuple[PreTrainedConfig, str]]) -> Iterator[None]:
-    """Parts of a network attend as this says, and as before afterwards. O(parts)."""
+    """Set the attention of parts of a network, and restore it afterwards. O(parts)."""
     before = [(config, config._attn_implementation) for config, _ in wanted]  # noqa: SLF001
     try:
         for config, implementation in wanted:

@@ -484,7 +484,7 @@ def _network_of(**fields: object) -> PreTrainedModel:
 
 
 def _field_without_which(content: Mapping[str, object], build: Callable[..., object]) -> str:
-    """The field without which config.json builds a network, and its value in words; or empty.
+    """Return the field without which config.json builds a network, with its value, or "".
 
     Found by leaving out one field at a time.
     """

@@ -251,7 +251,7 @@ class Probe:
 
 
 def _memory(tensor: Tensor) -> object:
-    """Equal for two tensors that are the same numbers in memory, unchanged in between."""
+    """Return a key, equal for tensors that are the same numbers in memory, unchanged between."""
     storage = tensor.untyped_storage()._cdata  # noqa: SLF001  # the meta device has no addresses
     place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     return (*place, tensor._version)  # noqa: SLF001  # counts changes in place
@@ -283,7 +283,7 @@ def _build_mask(
     device: torch.device | str = "cpu",
     **__: object,
 ) -> Tensor:
-    """Called by Transformers for each kind of mask."""
+    """Build a mask that notes its pattern; Transformers calls this for each kind of mask."""
     shape = (batch_size, 1, q_length, kv_length)
     mask = torch.ones(shape, dtype=torch.bool, device=device).as_subclass(_Mask)
     mask.made_by = mask_function
@@ -300,7 +300,7 @@ def _attend_probing(
     paged: Probe | None = None,
     **asked: Any,  # noqa: ANN401  # as `attend` takes them
 ) -> tuple[Tensor, None]:
-    """`attend`, after noting the mask."""
+    """Note the mask, then compute attention as `attend` does."""
     layer = getattr(module, "layer_idx", None)
     if paged is not None and layer is not None:
         paged.see(layer, attention_mask)
@@ -415,7 +415,7 @@ class _Pairs(Probe):
         terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Zeros; the shape of the layer is known."""
+        """Return zeros: the shape of the layer is known."""
         del layer, key, terms, chosen
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
@@ -610,7 +610,7 @@ def _misplaced(
 def _reasons(
     model: PreTrainedModel, device: torch.device, near: int, far: int, rope: RopeSwitch | None
 ) -> list[str]:
-    """For each token tried, what its result depends on; empty for the last one: nothing else."""
+    """Return for each tried token the other inputs of its result; "" for the last one: none."""
     vocab_size = model.config.get_text_config().vocab_size
     is_long = torch.tensor([[False, True]], device=device)
     reasons: list[str] = []

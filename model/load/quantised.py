@@ -53,7 +53,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's `mallopt`
 
 @contextmanager
 def freeing_at_once() -> Iterator[None]:
-    """Tensors of a MiB or more that are freed in here go back to the system at once, on glibc.
+    """Return tensors from a MiB on that the body frees to the system at once, on glibc.
 
     A weight that is dequantised leaves several tensors behind. glibc would keep those below 32 MiB
     for later, between the weights that stay: up to three quarters of their size. Afterwards it

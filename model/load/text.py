@@ -69,7 +69,7 @@ class TextStream:
         return "".join(pieces)
 
     def close(self) -> None:
-        """No token follows: all held text is final, a broken character included."""
+        """End the text: all held text is final, a broken character included."""
         self._decode_pending()
         if not self.is_stopped:
             self._accept(self._fresh())
@@ -114,7 +114,7 @@ class TextStream:
             self._text = self._text[:place]
 
     def _num_held(self) -> int:
-        """Characters at the end with which a stop string may start."""
+        """Return the number of characters at the end with which a stop string may start."""
         if self.is_stopped or not self._stop:
             return 0
         pending = self._text[self._num_shown :]

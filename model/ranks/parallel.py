@@ -70,7 +70,7 @@ def shard_network(network: PreTrainedModel, ranks: Ranks, sums: "Sums") -> dict[
 
 
 def _plan_of(network: PreTrainedModel, ranks: Ranks) -> Mapping[str, str]:
-    """Transformers' plan; its plan for experts overrides the one for tensors."""
+    """Return Transformers' plan; its plan for experts overrides the one for tensors."""
     plan: Mapping[str, str] | None = getattr(network, "tp_plan", None)
     experts: Mapping[str, str] | None = getattr(network, "ep_plan", None)
     name = type(network).__name__
@@ -391,7 +391,7 @@ class _RowwiseEmbedding(nn.Module):
         return self.part.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`[...]` to `[..., embedding_dim]`."""
+        """Return the embeddings of tokens: `[...]` to `[..., embedding_dim]`."""
         places = tokens - self._start
         is_mine = (places >= 0) & (places < self.part.weight.shape[0])
         found: Tensor = self.part(torch.where(is_mine, places, 0))
@@ -417,7 +417,7 @@ def _summed(part: Tensor, group: str) -> Tensor:
 
 
 def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
-    """One kernel that copies a part into memory shared by the ranks, and adds up all parts.
+    """Sum by one kernel that copies a part into memory shared by the ranks, and adds up all.
 
     It waits for the other ranks at its start and at its end, so the memory can be reused.
     """
@@ -446,7 +446,7 @@ _library.impl("sum", _sum_shape, "Meta")  # type: ignore[no-untyped-call]
 
 
 def _all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
-    """`[1, ...]` of each rank, to `[size, ...]`."""
+    """Gather `[1, ...]` of each rank into `[size, ...]`."""
     gather: Callable[[Tensor, int, str], Tensor] = _OPS.all_gather_into_tensor
     done: Tensor = _OPS.wait_tensor(gather(tensor.contiguous(), size, group))
     return done

@@ -109,7 +109,7 @@ class Watchdog:
         self._close()
 
     def _lose(self, rank: int, number: int | None) -> None:
-        """A process is lost, or ends with an error.
+        """Note that a process is lost, or ends with an error.
 
         Args:
             rank: the other end of the connection.
@@ -256,7 +256,7 @@ class Ranks:
             self.all_reduce_min(0)
 
     def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0, on its device, in stream order: [n], of one type on every rank."""
+        """Return rank 0's tensor, in stream order on its device: [n], one type on every rank."""
         own = tensor.clone()
         with self.detecting_loss():
             dist.broadcast(own, 0)

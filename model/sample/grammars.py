@@ -132,7 +132,7 @@ class Grammars:
         )
 
     def take_overrun(self) -> list[tuple[Request, GrammarError]]:
-        """The requests that have exceeded a budget since the last call, and which. O(requests)."""
+        """Return the requests that exceeded a budget since the last call, with it. O(requests)."""
         overrun, self._overrun = list(self._overrun.values()), {}
         return overrun
 

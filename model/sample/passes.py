@@ -172,7 +172,7 @@ def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) 
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each row whose sum is above the target, and the target; [num_rows, 1].
+    """Return each row's first place with a sum above the target, and the target: [num_rows, 1].
 
     A target at the very end becomes the last integer below it: a number just below 1 rounds to it.
     """
@@ -195,7 +195,7 @@ def _nuclear_reach_of(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Te
 
 
 def bin_of_mass(histogram: Tensor, target: Tensor | None, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The first bin of each row at which its mass is reached, and the mass needed inside that bin.
+    """Return each row's first bin at which its mass is reached, and the mass needed in that bin.
 
     Args:
         histogram: float64 [num_rows, bins].
@@ -219,7 +219,7 @@ def reach_of_bins(coarse: Tensor, fine: Tensor) -> Tensor:
 
 
 def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
-    """A computation per row; each CPU core processes as many rows as fit into its caches.
+    """Compute row by row; each CPU core processes as many rows as fit into its caches.
 
     Without this, torch would split each small operation among its threads: they would wait for each
     other hundreds of times, and on a busy machine each wait may take a time slice.
@@ -234,7 +234,7 @@ def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor)
 
 @functools.cache
 def _workers(count: int) -> ThreadPoolExecutor:
-    """Threads in each of which torch uses one thread; made once."""
+    """Return a pool of threads in each of which torch uses one thread; made once."""
     workers = ThreadPoolExecutor(count, "sampler", torch.set_num_threads, (1,))
     all_are_there = threading.Barrier(count)
     list(workers.map(lambda _: all_are_there.wait(), range(count)))

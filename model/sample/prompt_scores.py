@@ -35,7 +35,7 @@ class PromptScores:
     ids: Tensor
 
     def tokens(self) -> Iterator[tuple[Request, int, list[SampledToken]]]:
-        """Each request, the position of the first of its tokens, and the tokens. O(values)."""
+        """Yield requests, the position of the first of their tokens, and the tokens. O(values)."""
         values, ids, row = self.values.tolist(), self.ids.tolist(), 0
         for chunk in self.chunks:
             count, first = chunk.request.params.prompt_logprobs or 0, chunk.start + 1

@@ -89,7 +89,7 @@ class Drawn:
         return tokens
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Log-probabilities of each row that asks, once `read` has returned. O(rows)."""
+        """Return log-probabilities of each row that asks, once `read` has returned. O(rows)."""
         return {} if self._logprobs is None else self._logprobs.logprobs()
 
 
@@ -545,13 +545,13 @@ class _LogprobRows:
         self._index = index_of(rows, device)
 
     def compute(self, logits: Tensor, tokens: Tensor) -> "_StepLogprobs":
-        """The log-probabilities. O(rows * vocab_size)."""
+        """Compute the log-probabilities. O(rows * vocab_size)."""
         values, ids = log_probabilities(logits[self._index], tokens[self._index], max(self._counts))
         return _StepLogprobs(self._rows, self._counts, values, ids)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens and of the `num_tops` most likely ones; ids of those.
+    """Return log-probabilities of the tokens and of the `num_tops` most likely ones; ids of those.
 
     float32 [num_rows, 1 + num_tops] and int64 [num_rows, num_tops]. O(num_rows * vocab_size).
     """
@@ -582,7 +582,7 @@ class _StepLogprobs:
         return _StepLogprobs(self.rows, self.counts, to_host(self.values), to_host(self.ids))
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """By row. O(values)."""
+        """Return the log-probabilities by row. O(values)."""
         lists = zip(self.rows, self.counts, self.values.tolist(), self.ids.tolist(), strict=True)
         return {
             row: (values[0], tuple(zip(ids[:count], values[1:], strict=False)))
