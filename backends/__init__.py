@@ -89,5 +89,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """All names, whether they are loaded or not."""
+    """Return all names, loaded or not."""
     return sorted({*globals(), *__all__})

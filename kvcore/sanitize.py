@@ -90,7 +90,7 @@ class Shadow:
         self._num_named = 0
 
     def wrote(self, seq: KVSequence, start: int, slots: Sequence[int], *, group: int = 0) -> None:
-        """A step writes the KV of the tokens from `start` on into these slots. O(slots).
+        """Note that a step writes the KV of the tokens from `start` on into these slots. O(slots).
 
         Raises:
             SanitizerError: misplaced, null, foreign, freed, shared or double.
@@ -122,7 +122,7 @@ class Shadow:
         group: int = 0,
         first: int = 0,
     ) -> None:
-        """A step reads the KV of the tokens `first` to `length` - 1 through this table.
+        """Check a step that reads the KV of the tokens `first` to `length` - 1 through this table.
 
         What was checked once is not checked again: O(blocks), and O(tokens) of those that are new.
 
@@ -152,7 +152,7 @@ class Shadow:
     def advanced(
         self, seq: KVSequence, reads: Sequence[int], writes: Sequence[int], num_tokens: int
     ) -> None:
-        """A step reads a recurrent state, and writes the one after `num_tokens` more tokens.
+        """Check a step that reads a recurrent state, and writes the one after `num_tokens` more.
 
         `reads` is empty where the step starts from zeros. O(blocks of a state + tokens).
 
@@ -196,7 +196,7 @@ class Shadow:
             self._fail("foreign", f"{where} has seen other tokens; written by {by}")
 
     def copied(self, orders: Iterable[CopyOrder]) -> None:
-        """The blocks of a fork were copied, before either side goes on. O(tokens copied).
+        """Note that the blocks of a fork were copied, before either side goes on. O(tokens copied).
 
         Raises:
             SanitizerError: the source was never written, or a sequence has the destination.
@@ -214,7 +214,7 @@ class Shadow:
             self._blocks[order.dst] = _Shadow(source.group, source.index, None, tokens)
 
     def filled(self, seq: KVSequence, block_ids: Iterable[int], *, group: int = 0) -> None:
-        """Blocks of a sequence were filled from elsewhere: a transfer, the host. O(their tokens).
+        """Note blocks that were filled from elsewhere: a transfer, the host. O(their tokens).
 
         Raises:
             SanitizerError: a block is not the sequence's.
@@ -231,7 +231,7 @@ class Shadow:
             self._blocks[block_id] = _Shadow(group, index, seq, tokens)
 
     def loaded(self, lease: Lease) -> None:
-        """The blocks of a load are filled with what they wait for. O(their tokens).
+        """Note that the blocks of a load are filled. O(their tokens).
 
         Raises:
             SanitizerError: the load has ended, or a sequence has a block already.
@@ -368,7 +368,7 @@ class Shadow:
         return "foreign" if holders else "freed"
 
     def _holders(self, block_id: int, group: int) -> list[KVSequence]:
-        """The known sequences whose tables name a block. O(sequences * blocks of each)."""
+        """Return the known sequences whose tables name a block. O(sequences * blocks of each)."""
         return [
             seq
             for seq in self._names
@@ -406,12 +406,12 @@ class Shadow:
 
 
 def _state_ids(seq: KVSequence) -> list[int]:
-    """The blocks of all states of a sequence."""
+    """Return the blocks of all states of a sequence."""
     return [] if seq.state is None else [block.block_id for block in seq.state.blocks()]
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """A few numbers, or their ends."""
+    """Return a few numbers as text, or their ends."""
     if len(numbers) <= 6:
         return str([*numbers])
     return f"[{numbers[0]}, {numbers[1]}, ... {numbers[-1]}]"

@@ -40,7 +40,7 @@ python -m model.bench MEASUREMENT --help shows its flags.
 
 
 def bench_flags(name: str) -> Flags:
-    """The flags of one measurement. O(flags)."""
+    """Return the flags of one measurement. O(flags)."""
     declared, words = MEASUREMENTS[name]
     flags = Flags(f"python -m model.bench {name}", f"Measure {words}.")
     flags.add("requests", declared)
@@ -88,7 +88,7 @@ def parse_args(argv: Sequence[str]) -> Options:
 
 
 def help_text() -> str:
-    """The measurements. O(1)."""
+    """Return the measurements. O(1)."""
     rows = [f"  {each:12}{words}" for each, (_, words) in MEASUREMENTS.items()]
     return _HELP.format(measurements="\n".join(rows))
 

@@ -498,7 +498,7 @@ def _fitted(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
 
 
 def _limited(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
-    """The configuration with as many requests at once as have a block, and a state, each."""
+    """Return the configuration with as many requests at once as have a block, and a state, each."""
     least = 1 + network.layout.blocks_per_state(config.block_size)
     most = min(config.max_num_seqs, max(1, (network.num_blocks - 1) // least))
     return replace(config, max_num_seqs=most)

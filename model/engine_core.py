@@ -621,7 +621,7 @@ class EngineCore:
         return list(joined.values())
 
     def _verify(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
-        """The tokens behind the first one of each request whose draft tokens were accepted.
+        """Return the tokens behind the first one of each request whose draft tokens were accepted.
 
         Their text is made here: a stop string may end it among them; the tokens behind it are
         dropped.

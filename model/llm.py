@@ -200,7 +200,7 @@ class LLM:
         ]
 
     def _read(self, prompt: "PromptLike | _Read") -> "_Read":
-        """A prompt of any form, and its images."""
+        """Return a prompt of any form, and its images."""
         if isinstance(prompt, _Read):
             return prompt
         if not isinstance(prompt, Mapping):

@@ -89,7 +89,7 @@ class StepRecord:
         return self.end_ns - self.begin_ns
 
     def phases(self) -> list[tuple[str, int, int]]:
-        """Each phase with its begin and end, in nanoseconds. O(phases)."""
+        """Return each phase with its begin and end, in nanoseconds. O(phases)."""
         begins = (self.begin_ns, *[end for _, end in self.laps])
         return [(name, begin, end) for (name, end), begin in zip(self.laps, begins, strict=False)]
 
@@ -165,7 +165,7 @@ class StepRecorder:
         return 0 if self._pool is None else self._pool.elapsed_ns
 
     def cache_stats(self) -> kvcore.Stats:
-        """The cache's counters now. O(num_blocks)."""
+        """Return the cache's counters now. O(num_blocks)."""
         return self._kv.stats()
 
     def begin(self) -> None:

@@ -115,7 +115,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def make_server(trace: Trace, port: int) -> http.server.ThreadingHTTPServer:
-    """A server of a trace on this machine; port 0 takes a free one.
+    """Return a server of a trace on this machine; port 0 takes a free one.
 
     Raises:
         UsageError: the port is taken.

@@ -438,7 +438,7 @@ class Driver:
             self.seen["events"] += 1
 
     def _name(self) -> str:
-        """The letters, then r26, r27 and so on."""
+        """Return a name: the letters, then r26, r27 and so on."""
         self.num_requests += 1
         number = self.num_requests - 1
         return chr(ord("a") + number) if number < 26 else f"r{number}"

@@ -258,7 +258,7 @@ class _Run:
             del self.open[name]
 
     def _table(self, chunk: Chunk) -> Sequence[int]:
-        """The blocks that a chunk reads or writes."""
+        """Return the blocks that a chunk reads or writes."""
         return chunk.block_table[: -(-(chunk.start + chunk.num_tokens) // self.size)]
 
     def _compute(self, chunk: Chunk) -> None:

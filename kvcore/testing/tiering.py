@@ -428,7 +428,7 @@ class _Run:
                 self._broken("P37", f"{self._name(key)} is damaged, and that is not counted")
 
     def _what(self, key: bytes, data: bytes) -> tuple[str, str]:
-        """The property that these bytes break, and what they are."""
+        """Return the property that these bytes break, and what they are."""
         name = self._name(key)
         if data == b"\xdd" * _ROW_BYTES:
             return "P38", f"{name} has what came into its row after the store had ended"

@@ -552,7 +552,7 @@ class _Met:
             mask ^= bit
 
     def see(self, mask: int, depth: int) -> None:
-        """Windows hold the block at this place. O(those that did not hold the one before it)."""
+        """Note that windows hold this place's block. O(those that lacked the one before it)."""
         changed, self._seen = mask ^ self._seen, mask
         while changed:
             bit = changed & -changed

@@ -64,7 +64,7 @@ class Ahead:
         layers: frozenset[int],
         device: torch.device,
     ) -> "Ahead":
-        """The calls of a step. O(rows * blocks of a sequence).
+        """Return the calls of a step. O(rows * blocks of a sequence).
 
         Args:
             runs: of the step.

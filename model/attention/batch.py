@@ -67,7 +67,7 @@ class StepTensors:
     adapter_slots: Tensor | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
-        """The same on a device; the copies may still run on return. O(its bytes)."""
+        """Return the same on a device; the copies may still run on return. O(its bytes)."""
         if device.type == "cpu":
             return self
         sent: dict[int, Tensor] = {}  # tensors that groups share are sent once
@@ -103,14 +103,14 @@ class StepTensors:
         )
 
     def adapted(self) -> "StepTensors":
-        """The same with the adapter of the first slot for all tokens. O(num_tokens)."""
+        """Return the same with the adapter of the first slot for all tokens. O(num_tokens)."""
         return replace(self, adapter_slots=torch.zeros_like(self.input_ids[0]))
 
 
 def prompt_step(
     num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
 ) -> StepTensors:
-    """A step of one prompt that stores nothing and reads only the null block. O(num_tokens).
+    """Return a step of one prompt that stores nothing and reads only the null block. O(num_tokens).
 
     Args:
         num_tokens: of the prompt.
@@ -138,7 +138,7 @@ def prompt_step(
 
 
 def chosen_ids(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
-    """The tokens of a step, with those that the previous step has drawn. O(num_tokens).
+    """Return the tokens of a step, with those that the previous step has drawn. O(num_tokens).
 
     Args:
         input_ids: int64 [1, num_tokens].
@@ -161,7 +161,7 @@ class _Buffer:
         self._view: NDArray[Any] = self._memory.numpy()
 
     def of(self, *shape: int) -> tuple[NDArray[Any], Tensor]:
-        """The first entries, flat to be written, and as a tensor of this shape. O(1).
+        """Return the first entries, flat to be written, and as a tensor of this shape. O(1).
 
         O(entries) when the buffer grows.
         """
@@ -205,7 +205,7 @@ class _Tables:
     def shared_prefix(
         self, starts: NDArray[np.int64], worth: Worth
     ) -> backends.SharedPrefix | None:
-        """The prefix that neighbours share before the tokens of this step, if reading it once pays.
+        """Return the prefix that neighbours share before this step's tokens, if that pays.
 
         O(rows), and O(shared entries) when the sequences of the batch have changed.
 
@@ -430,7 +430,7 @@ def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor
 def _slots(
     table: NDArray[np.int32], rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int
 ) -> NDArray[np.int64]:
-    """The slot of each position in the sequence of its row. O(positions)."""
+    """Return the slot of each position in the sequence of its row. O(positions)."""
     blocks, offsets = np.divmod(positions, block_size)
     inside = np.minimum(blocks, table.shape[1] - 1)
     slots: NDArray[np.int64] = table[rows, inside].astype(np.int64) * block_size + offsets

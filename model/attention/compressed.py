@@ -324,7 +324,7 @@ class PagedEntries:
         return self.batches[self.layout.places[number][0]]
 
     def _tokens(self) -> _Tokens:
-        """The sequence of each token of the step, and its position there."""
+        """Return the sequence of each token of the step, and its position there."""
         if "tokens" not in self.kept:
             batch = self.batches[0]
             rows = torch.arange(batch.num_tokens, device=batch.device)
@@ -336,7 +336,7 @@ class PagedEntries:
         return found
 
     def _completed(self, entries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The entries that the step completes: sequence, last position, and slot of each."""
+        """Return the entries that the step completes: sequence, last position, and slot of each."""
         key = ("completed", self.layout.places[entries][0])
         if key not in self.kept:
             batch, rate = self._batch(entries), self.layout.layers[entries].rate

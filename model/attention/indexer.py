@@ -223,7 +223,7 @@ class Index:
         return (1, self.keys.shape[1], sys.maxsize)
 
     def topk(self, k: int, dim: int = -1) -> _Choice:
-        """The positions of the highest scores, from the pass. Its cost."""
+        """Return the positions of the highest scores, from the pass. Its cost."""
         if self.query is None or self.weights is None or not self.is_sum or dim != -1:
             _refuse(self.module, f"takes the highest of its {self._what}")
         weights = self.weights[0, :, 0].float() * self.factor

@@ -48,7 +48,7 @@ class _Absorbed:
         return expanded
 
     def queries(self, query: Tensor) -> Tensor:
-        """Queries for latents: [num_tokens, num_heads, latent_dim + rotated_dim]."""
+        """Return queries for latents: [num_tokens, num_heads, latent_dim + rotated_dim]."""
         plain, rotated = torch.tensor_split(query, [self.key_dim], 2)
         keys = self._matrix()[:, : self.key_dim]
         return torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), rotated], 2)
@@ -83,7 +83,7 @@ def absorb(network: nn.Module, max_latent_dim: int) -> int:
 
 
 def absorbed(module: nn.Module) -> _Absorbed | None:
-    """The replacement of a layer's `expand_kv`; None: it has keys and values."""
+    """Return the replacement of a layer's `expand_kv`; None: it has keys and values."""
     record = module.__dict__.get("expand_kv")
     return record if isinstance(record, _Absorbed) else None
 

@@ -169,7 +169,7 @@ def _falcon(
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embeddings, as Llama has them; cos and sin: [1, num_tokens, head_dim]."""
+    """Return rotary embeddings, as Llama has them; cos and sin: [1, num_tokens, head_dim]."""
     low, high = states.chunk(2, -1)
     return states * cos.unsqueeze(1) + torch.cat([-high, low], -1) * sin.unsqueeze(1)
 

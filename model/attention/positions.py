@@ -71,7 +71,7 @@ class RowsElsewhere(TorchFunctionMode):
         self._is_moved = False  # whether the last arguments had a twin
 
     def twin(self, tensor: Tensor) -> Tensor:
-        """The tensor as it would be `shift` rows further on. O(1)."""
+        """Return the tensor as it would be `shift` rows further on. O(1)."""
         return self._twins.get(id(tensor), (tensor, tensor))[1]
 
     def __torch_function__(

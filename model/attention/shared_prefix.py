@@ -82,7 +82,7 @@ def shared_run(table: NDArray[np.int32], filled: NDArray[np.int64]) -> Shared:
 
 
 def _common_blocks(table: NDArray[np.int32], filled: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of leading entries that each row shares with the next."""
+    """Return the number of leading entries that each row shares with the next."""
     limits = np.minimum(filled[:-1], filled[1:])
     common = np.zeros(len(limits), np.int64)
     rows = np.flatnonzero((limits > 0) & (table[:-1, 0] == table[1:, 0]))

@@ -67,7 +67,7 @@ class Options:
 
 
 def run_flags() -> Flags:
-    """The flags of `python -m model.run`. O(flags)."""
+    """Return the flags of `python -m model.run`. O(flags)."""
     flags = Flags(
         "python -m model.run",
         "Generate text with a paged KV cache and continuous batching.",

@@ -159,7 +159,7 @@ def converse(talk: Conversation, lines: TextIO, out: TextIO, *, reports: bool = 
 
 
 def _read(lines: TextIO, out: TextIO) -> str | None:
-    """The next line without the spaces around it; None: there is none.
+    """Return the next line without the spaces around it; None: there is none.
 
     Raises:
         Stopped: a signal came.

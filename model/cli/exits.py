@@ -95,7 +95,7 @@ def leaves() -> Iterator[None]:
 
 
 def in_flags(message: str) -> str:
-    """An error about a setting of an engine, with the names of its flags. O(settings)."""
+    """Return an error about a setting of an engine, with the names of its flags. O(settings)."""
     flags = {one.name: flag_name(one) for one in settings_of(EngineConfig) if one.flag != ""}
     return _SETTING.sub(lambda found: flags.get(found[0], found[0]), message)
 
@@ -162,7 +162,7 @@ def _fault(error: Exception) -> int:
 
 
 def _not_loaded(error: Exception) -> str:
-    """The library whose import has raised an error; empty if something else has."""
+    """Return the library whose import has raised an error; empty if something else has."""
     below: list[tuple[str, str]] = []  # package and function, of the calls below our last one
     for frame, _ in traceback.walk_tb(error.__traceback__):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -114,7 +114,7 @@ class OutputFile:
 
 
 def _beside(path: Path) -> Path:
-    """A new name in the same folder, of at most 212 bytes."""
+    """Return a new name in the same folder, of at most 212 bytes."""
     return path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}")
 
 

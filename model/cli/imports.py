@@ -133,7 +133,7 @@ def _looking_up(find: Callable[..., _Names], models: Path) -> Callable[..., _Nam
 
 
 def _names(find: Callable[..., _Names], models: Path) -> _Names:
-    """The names of a folder of models, stored for later starts. O(files)."""
+    """Return the names of a folder of models, stored for later starts. O(files)."""
     path = cache_dir() / "names" / _digest(models)
     with suppress(Exception):  # a file may hold anything
         return {
@@ -151,7 +151,7 @@ def _names(find: Callable[..., _Names], models: Path) -> _Names:
 
 
 def _digest(models: Path) -> str:
-    """A name for the sources that decide which names there are. O(files)."""
+    """Return a name for the sources that decide which names there are. O(files)."""
     facts = []
     for top in (models, models.parent / "utils"):
         for folder, _, names in os.walk(top, followlinks=True):  # as Transformers does

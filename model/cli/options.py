@@ -153,7 +153,7 @@ class TraceOptions:
     )
 
     def file(self, *inputs: str | None) -> OutputFile | None:
-        """The file of `--trace`, checked; None: no trace is wanted. O(files of the inputs).
+        """Return the file of `--trace`, checked; None: no trace is wanted. O(files of the inputs).
 
         Args:
             inputs: files that the run reads, and folders of which it may read every file.

@@ -176,7 +176,7 @@ def _stdin_text(where: str, stdin: BinaryIO | None) -> str:
 
 
 def _bounded(what: str, file: BinaryIO) -> bytes:
-    """All of a file that may have no end."""
+    """Return all of a file that may have no end."""
     data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise UsageError(f"{what}: wanted at most {_MAX_BYTES >> 20} MiB, got more")

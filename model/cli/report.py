@@ -146,7 +146,7 @@ def document(
     mismatches: Sequence[Mismatch] | None,
     names: Sequence[str | None],
 ) -> dict[str, object]:
-    """The whole run as one JSON document. O(all tokens).
+    """Return the whole run as one JSON document. O(all tokens).
 
     Args:
         about: what ran: model, backend, device, dtype.

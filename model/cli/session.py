@@ -186,7 +186,7 @@ def _engine(
     specs: Sequence[PromptSpec],
     prompts: Sequence[_Encoded],
 ) -> Engine:
-    """An engine with room for the prompts, unless its size was given."""
+    """Return an engine with room for the prompts, unless its size was given."""
     lengths = tuple(  # the last token is handed out and never computed
         len(prompt) + spec.params.max_tokens - 1
         for spec, (prompt, _) in zip(specs, prompts, strict=True)

@@ -58,7 +58,7 @@ class Said:
         return dict(self._given[declared])
 
     def of(self, declared: type[_Declared], **defaults: object) -> _Declared:
-        """Return the settings of a class: the given ones, else the command's default, else the class's.
+        """Return the settings of a class: given ones, else the command's defaults, else its own.
 
         Args:
             declared: the class.
@@ -197,7 +197,7 @@ class Flags:
         return f"unrecognized arguments: {' '.join(words)}; {hint}"
 
     def rows(self) -> dict[str, list[FlagRow]]:
-        """Every flag as a page describes it, by title. O(settings)."""
+        """Return every flag as a page describes it, by title. O(settings)."""
         rows: dict[str, list[FlagRow]] = {}
         for declared, title in self._titles.items():
             for one in self._flagged[declared]:
@@ -215,7 +215,7 @@ class Flags:
 
 
 def flag_name(one: Setting) -> str:
-    """A setting's flag: --block-size. O(1)."""
+    """Return a setting's flag: --block-size. O(1)."""
     return "--" + (one.flag or one.name).replace("_", "-")
 
 
@@ -282,7 +282,7 @@ def _metavar(one: Setting) -> str:
 
 
 def _default_text(one: Setting, default: object) -> str:
-    """A default as help shows it; nothing where that is nothing."""
+    """Return a default as help shows it; nothing where that is nothing."""
     if default is True:
         return "on"
     if one.unit == "bytes" and isinstance(default, int) and default >= 1024:

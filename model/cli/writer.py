@@ -20,7 +20,7 @@ _PROMPT_WIDTH = 72
 
 
 def show(label: str, prompt: str, text: str) -> str:
-    """A prompt's end and its continuation, with an empty line behind. O(prompt + text)."""
+    """Return a prompt's end and its continuation, with an empty line behind. O(prompt + text)."""
     return _head(label, prompt) + _Indenter().feed(text) + "\n\n"
 
 

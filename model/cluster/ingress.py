@@ -354,7 +354,7 @@ class _ChangeOfAdapters(_Answer):
 
 
 def _version_of(name: str, place: str) -> int | None:
-    """The version of an adapter; None: it cannot be read here, so requests are not routed by it."""
+    """Return an adapter's version; None: it cannot be read here, and routes no requests."""
     found: dict[str, int] = import_module("model.forward.lora").read_versions([f"{name}={place}"])
     return found.get(name)
 

@@ -23,7 +23,7 @@ Prompt = str | Sequence[int]
 
 
 def salted(cache_salt: str, lora_name: str | None = None) -> kvcore.Namespace:
-    """The namespace of a cache salt and an adapter; without both the default one. O(salt).
+    """Return the namespace of a cache salt and an adapter; without both the default one. O(salt).
 
     Raises:
         InvalidArgumentError: UTF-8 cannot encode it.

@@ -150,7 +150,7 @@ class BatchInvariantNetwork(PagedNetwork):
 
 
 def _fusible(traced: TracedNetwork) -> TracedNetwork:
-    """The same with PyTorch's sums and means, which a compiler fuses."""
+    """Return the same with PyTorch's sums and means, which a compiler fuses."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(traced.module.graph, {}))
     for node in graph.nodes:
@@ -162,7 +162,7 @@ def _fusible(traced: TracedNetwork) -> TracedNetwork:
 
 
 def _padded(step: StepTensors) -> StepTensors:
-    """A step of one token, and a second token that belongs to no sequence."""
+    """Return a step of one token, and a second token that belongs to no sequence."""
     return replace(
         step,
         input_ids=functional.pad(step.input_ids, (0, 1)),
@@ -186,14 +186,14 @@ class _Alone:
         terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """A sum of the token's query, key and value."""
+        """Return a sum of the token's query, key and value."""
         del chosen
         places = torch.arange(query.shape[1], device=query.device) % key.shape[1]
         width = value.shape[2]
         return query[..., :width] * terms.scale + key[:, places, :width] + value[:, places] + layer
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
-        """The first token."""
+        """Return the first token."""
         del layer, weights, key
         return query.new_zeros((len(query), count), dtype=torch.int32)
 

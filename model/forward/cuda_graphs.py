@@ -91,7 +91,7 @@ class Buckets:
         )
 
     def smallest(self, tokens: int, rows: int, longest: int) -> Bucket | None:
-        """The smallest bucket that a step fits into; None: there is none. O(log buckets).
+        """Return the smallest bucket that a step fits into; None: there is none. O(log buckets).
 
         Args:
             tokens: of the step.
@@ -214,7 +214,7 @@ class CudaGraphs:
         ]
 
     def bucket_of(self, step: StepTensors) -> Bucket | None:
-        """The bucket that a step is replayed in; None: it is too large. O(log buckets)."""
+        """Return the bucket that a step is replayed in; None: it is too large. O(log buckets)."""
         batch = step.paged[0]
         rows = max(batch.num_seqs, len(step.logit_rows))
         bucket = self.buckets.smallest(batch.num_tokens, rows, batch.max_query_len)
@@ -305,7 +305,7 @@ def _place(bucket: Bucket) -> Place:
 def _passed(
     rows: int, logits: Tensor, most_likely: tuple[Tensor, Tensor], bucket: Bucket
 ) -> Passed:
-    """The results of the rows that the step really has."""
+    """Return the results of the rows that the step really has."""
     best, tokens = most_likely
     return Passed(logits[:rows], (best[:rows], tokens[:rows]), _place(bucket))
 
@@ -408,7 +408,7 @@ class _StateInputs:
         self._words.copy_(sent, non_blocking=True)
 
     def of(self, rows: int, query_start_loc: Tensor | None) -> StateRows:
-        """A step of the first rows; without their starts each has one token."""
+        """Return a step of the first rows; without their starts each has one token."""
         read, write = self._words[:-1, :rows].split(self._pieces)  # type: ignore[no-untyped-call]
         if query_start_loc is None:
             return StateRows(read, write)

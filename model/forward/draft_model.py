@@ -166,7 +166,7 @@ class DraftModel:
         return max(0, min(most, self._max_positions - request.num_tokens + 1))
 
     def _following(self, request: Request) -> _Follower | None:
-        """The follower of a request, with the same tokens; None: no drafts now."""
+        """Return the follower of a request, with the same tokens; None: no drafts now."""
         number = request.request_id
         if number in self._followers:
             follower = self._followers[number]

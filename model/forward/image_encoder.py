@@ -163,7 +163,7 @@ class ImageEncoder:
         return replace(tensors, position_ids=position_ids, images=arguments, ahead=ahead)
 
     def _encoded(self, span: "_Span") -> EncodedImage:
-        """The tower's output for an image, kept or new."""
+        """Return the tower's output for an image, kept or new."""
         if (known := self._kept.get(span.content)) is not None:
             self._kept.move_to_end(span.content)
             return known
@@ -256,7 +256,7 @@ class _Span(NamedTuple):
 
 
 def _spans(chunk: Chunk, begin: int) -> Iterator[_Span]:
-    """The images of a chunk, whose first token is token `begin` of the step. O(rows)."""
+    """Yield the images of a chunk, whose first token is token `begin` of the step. O(rows)."""
     images = chunk.request.images
     if not isinstance(images, ImagePrompt) or chunk.start >= chunk.request.num_prompt_tokens:
         return
@@ -269,7 +269,7 @@ def _spans(chunk: Chunk, begin: int) -> Iterator[_Span]:
 
 
 def _runs(span: _Span, sequence: int, begin: int, start: int) -> Iterator[AheadRun]:
-    """The runs of consecutive tokens of an image in a chunk. O(rows)."""
+    """Yield the runs of consecutive tokens of an image in a chunk. O(rows)."""
     places = span.places.numpy()
     for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
         first = int(run[0])
@@ -290,19 +290,19 @@ def _positioned(position_ids: Tensor, begin: int, chunk: Chunk, images: ImagePro
 
 
 def _none(input_ids: Tensor) -> dict[str, object]:
-    """The arguments of a pass in which only position ids have several axes."""
+    """Return the arguments of a pass in which only position ids have several axes."""
     del input_ids
     return {}
 
 
 def _cut(encoded: EncodedImage, first: int, last: int) -> EncodedImage:
-    """Some rows of an image. O(1)."""
+    """Return some rows of an image. O(1)."""
     deeper = tuple(rows[first:last] for rows in encoded.deeper)
     return replace(encoded, rows=encoded.rows[first:last], deeper=deeper)
 
 
 def _merged(parts: Sequence[EncodedImage]) -> EncodedImage:
-    """Rows of several images, one after another. O(their bytes)."""
+    """Return rows of several images, one after another. O(their bytes)."""
     rows, *deeper = (
         torch.cat(each) for each in zip(*[(part.rows, *part.deeper) for part in parts], strict=True)
     )

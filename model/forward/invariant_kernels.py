@@ -47,14 +47,14 @@ class Tile(NamedTuple):
 
 
 def tile_of(count: int, itemsize: int) -> Tile:
-    """The tile for a weight of `count` rows. O(1)."""
+    """Return the tile for a weight of `count` rows. O(1)."""
     columns = next((width for width in _WIDTHS if count // width >= _PROGRAMS), _WIDTHS[-1])
     step_bytes = 256 if columns <= 32 and itemsize == 2 else 128
     return Tile(columns, step_bytes // itemsize)
 
 
 def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
-    """A kernel, compiled once for all numbers of rows."""
+    """Return a kernel, compiled once for all numbers of rows."""
     return triton.jit(function, do_not_specialize=["num_rows"])
 
 

@@ -304,7 +304,7 @@ class PagedNetwork:
         return logits
 
     def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
-        """A traced network in pieces, to be compiled by their first steps."""
+        """Return a traced network in pieces, to be compiled by their first steps."""
         if adapters is not None:
             return compile_piecewise(traced, behind=adapters.downs)
         return compile_piecewise(traced, kernels=kernels_for(self.device, self._network.dtype))
@@ -490,7 +490,7 @@ class PagedNetwork:
         return self._recurrence.passing(self.caches.states, states)
 
     def _named(self, states: RecurrentPass | None) -> dict[str, RecurrentPass]:
-        """The states as an argument of the network."""
+        """Return the states as an argument of the network."""
         return {} if states is None else {self._cache_argument: states}
 
 

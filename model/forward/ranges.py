@@ -51,7 +51,7 @@ class DeviceRanges:
         return record_function(f"{_PREFIX}{number}") if self._is_running else nullcontext()
 
     def spans(self) -> dict[int, tuple[int, int]]:
-        """The start and end of each range by its number, in nanoseconds; ends the recording.
+        """Return the start and end of each range by its number, in nanoseconds; ends the recording.
 
         Ranges that launched nothing are left out. O(operations).
         """

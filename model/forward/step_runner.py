@@ -37,7 +37,7 @@ _num_scored = operator.attrgetter("num_scored")
 def _places(
     sampling: Sequence[Request], drafted: Sequence[tuple[Request, tuple[int, ...]]]
 ) -> list[int]:
-    """For each row the number of drafts of its request before it."""
+    """Return for each row the number of drafts of its request before it."""
     behind = [place for _, drafts in drafted for place in range(1, len(drafts) + 1)]
     return [0] * len(sampling) + behind
 

@@ -115,7 +115,7 @@ def _warm_up(
 
 
 def compiled_tokens(max_num_batched_tokens: int) -> int:
-    """The tokens of the step that compiles the pieces; they then serve any number. O(1).
+    """Return the tokens of the step that compiles the pieces; they then serve any number. O(1).
 
     More than `FEW_ROWS`, whose steps have separate pieces: otherwise the pieces for all other
     steps would be compiled by the first request.
@@ -185,7 +185,7 @@ def free_bytes(networks: Sequence[PagedNetwork], config: EngineConfig) -> int | 
 
 
 def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
-    """The most memory that a step allocates in addition to what is allocated now."""
+    """Return the most memory that a step allocates in addition to what is allocated now."""
     device = network.device
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -226,7 +226,7 @@ def _listed(found: Iterable[tuple[str, Sequence[int]]]) -> str:
 
 
 def _numbers(places: Sequence[int]) -> str:
-    """Layers by number: `layer 3`, `layers 0-4`, `layers 0, 2, 4 and 12 more`."""
+    """Return layers by number: `layer 3`, `layers 0-4`, `layers 0, 2, 4 and 12 more`."""
     numbers = sorted(set(places))
     if len(numbers) == 1:
         return f"layer {numbers[0]}"
@@ -298,7 +298,7 @@ def _probe_without_weights(network: PreTrainedModel) -> None:
 
 
 def _own_failure(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:
-    """The error for a configuration that a class of Transformers cannot run."""
+    """Return the error for a configuration that a class of Transformers cannot run."""
     name = (config.architectures or [type(config).__name__])[0]
     return UnsupportedModelError(
         f"{name}: Transformers' own class fails on this configuration: {_line(error)}"

@@ -68,7 +68,7 @@ class StoredTensor:
 
 
 def reason(error: BaseException) -> str:
-    """The message of another package's exception, in one line. O(its message)."""
+    """Return the message of another package's exception, in one line. O(its message)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, UnpicklingError):
         return "pickled weights that are broken, or hold more than tensors"
@@ -270,7 +270,7 @@ def _check_merges(path: Path, content: dict[str, object]) -> None:
 
 
 def check_token_ids(where: str, ids: object) -> frozenset[int]:
-    """The token ids in a field of a JSON file: one, a list, or null. O(ids).
+    """Return the token ids in a field of a JSON file: one, a list, or null. O(ids).
 
     Raises:
         ModelNotFoundError: the field holds something else.

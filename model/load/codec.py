@@ -97,7 +97,7 @@ class TextCodec(Protocol):
 
 
 def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: str = "") -> str:
-    """A conversation for a model without a chat template: one line per message.
+    """Return a conversation for a model without a chat template: one line per message.
 
     `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
     """
@@ -130,7 +130,7 @@ NO_PANIC = _NoPanic()
 
 
 def _role(message: Message, template: object) -> dict[str, object]:
-    """The role of a message, where it is another one: few templates know developers."""
+    """Return the role of a message, where it is another one: few templates know developers."""
     is_unknown = message["role"] == "developer" and "developer" not in str(template)
     return {"role": "system"} if is_unknown else {}
 

@@ -95,13 +95,13 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rows_of(item: kvcore.MultimodalItem) -> NDArray[np.int64]:
-    """The places in the prompt of the rows of an item, in order. O(length)."""
+    """Return the places in the prompt of the rows of an item, in order. O(length)."""
     mask = np.ones(item.length, dtype=bool) if item.mask is None else np.frombuffer(item.mask, "?")
     return np.flatnonzero(mask) + item.start
 
 
 def open_image(given: object, limits: EngineConfig) -> Image.Image:
-    """An image in RGB, turned as its file says. O(pixels); of one that is too large O(1).
+    """Return an image in RGB, turned as its file says. O(pixels); of one that is too large O(1).
 
     Args:
         given: an image of Pillow, the bytes of a file, or its path.
@@ -234,7 +234,7 @@ class ImageCodec:
         *,
         adds_special_tokens: bool = True,
     ) -> tuple[list[int], ImagePrompt]:
-        """The tokens of a prompt, and its images. O(pixels).
+        """Return the tokens of a prompt, and its images. O(pixels).
 
         Args:
             text: `mark` stands in it for each image; without any, each image stands
@@ -390,14 +390,14 @@ POOLED = ("pooler_output", "last_hidden_state")
 
 
 def run_tower(network: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
-    """The output of a vision tower, which attends as it does now. One pass through it."""
+    """Return the output of a vision tower, which attends as it does now. One pass through it."""
     tower: Callable[..., ModelOutput] = network.base_model.get_image_features  # type: ignore[assignment]
     given = {name: moved(one, network.device, network.dtype) for name, one in inputs.items()}
     return tower(**given, return_dict=True)
 
 
 def pooled(output: ModelOutput) -> Sequence[Tensor] | Tensor:
-    """The rows of a tower's output: one tensor, or one for each part. O(1)."""
+    """Return the rows of a tower's output: one tensor, or one for each part. O(1)."""
     found: Sequence[Tensor] | Tensor = next(
         output[name] for name in POOLED if output.get(name) is not None
     )
@@ -405,7 +405,7 @@ def pooled(output: ModelOutput) -> Sequence[Tensor] | Tensor:
 
 
 def flat_rows(features: Sequence[Tensor] | Tensor) -> Tensor:
-    """Rows that are one tensor, or one for each part, one after another. O(their bytes)."""
+    """Return rows that are one tensor, or one for each part, one after another. O(their bytes)."""
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
@@ -432,7 +432,7 @@ class _Read:
 
 
 def digest(inputs: Mapping[str, Tensor]) -> bytes:
-    """The identity of an image: all that its vision tower takes. O(bytes)."""
+    """Return the identity of an image: all that its vision tower takes. O(bytes)."""
     found = hashlib.sha256()
     for name, tensor in sorted(inputs.items()):
         found.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
@@ -441,7 +441,7 @@ def digest(inputs: Mapping[str, Tensor]) -> bytes:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The inputs of several images as one, padded with zeros where their sizes differ."""
+    """Return the inputs of several images as one, padded with zeros where their sizes differ."""
     if any(one.shape[1:] != parts[0].shape[1:] for one in parts):
         most = torch.tensor([one.shape[1:] for one in parts]).amax(0).tolist()
         parts = [
@@ -459,7 +459,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _item(content: bytes, places: NDArray[np.int64]) -> kvcore.MultimodalItem:
-    """An item over the places of an image's rows; tokens between them are text."""
+    """Return an item over the places of an image's rows; tokens between them are text."""
     start, length = int(places[0]), int(places[-1] - places[0]) + 1
     mask = None
     if length > len(places):
@@ -579,7 +579,7 @@ def _load_processor(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> ProcessorMixin:
-    """The processor of a model, whose image processor is the one that uses Pillow.
+    """Return the processor of a model, whose image processor is the one that uses Pillow.
 
     Transformers' own loader wants torchvision for the video processor, which is not needed here.
     """
@@ -601,7 +601,7 @@ def _load_processor(
 
 
 def processor_class(found: Any) -> Any:  # noqa: ANN401  # a class of Transformers
-    """A processor's class that takes what stands for its other parts. O(1).
+    """Return a processor's class that takes what stands for its other parts. O(1).
 
     Pixtral's, the only one for images that wants torchvision, uses one function of an image
     processor, which the one for Pillow has too.
@@ -618,7 +618,7 @@ def processor_class(found: Any) -> Any:  # noqa: ANN401  # a class of Transforme
 
 
 def _named_class(name: str) -> str | None:
-    """The class of a processor that an older checkpoint names."""
+    """Return the class of a processor that an older checkpoint names."""
     for file in _PROCESSOR_FILES:
         if (path := Path(name) / file).is_file():
             found = read_object(path).get("processor_class")

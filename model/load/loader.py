@@ -190,7 +190,7 @@ def load_model(
 
 
 def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
-    """A model with a draft model for speculative decoding. O(vocabulary).
+    """Return a model with a draft model for speculative decoding. O(vocabulary).
 
     Raises:
         UnsupportedModelError: the vocabularies differ.
@@ -220,7 +220,7 @@ def _vocabulary(codec: TextCodec) -> Mapping[int, str]:
 
 
 def load_codec(name: str) -> HuggingFaceCodec:
-    """The tokenizer of a model alone. Reads a few files.
+    """Return the tokenizer of a model alone. Reads a few files.
 
     Args:
         name: see `load_model`.

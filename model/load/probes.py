@@ -66,7 +66,7 @@ class MaskPattern:
         return "full attention" if self.chunk is None else f"chunks of {self.chunk}"
 
     def first(self, position: int) -> int:
-        """The lowest position that a query at `position` sees. O(1)."""
+        """Return the lowest position that a query at `position` sees. O(1)."""
         if self.window is not None:
             return max(0, position - self.window + 1)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
@@ -121,7 +121,7 @@ class _MaskProbe:
         return seen
 
     def count(self, query: int) -> int:
-        """The number of keys that a query sees, if they are the last ones."""
+        """Return the number of keys that a query sees, if they are the last ones."""
         seen, unseen = 0, query + 2  # at a distance of seen - 1, and of unseen - 1
         while unseen - seen > 1:
             middle = (seen + unseen) // 2
@@ -133,7 +133,7 @@ class _MaskProbe:
 
 
 def _places(pattern: MaskPattern, size: int) -> tuple[list[int], list[int]]:
-    """Queries and keys at which a mask of another pattern would differ."""
+    """Return queries and keys at which a mask of another pattern would differ."""
     around = [0, 1, 2, 3, size // 2, size - 2, size - 1, size, size + 1, 2 * size - 1, 2 * size]
     around += [2 * size + 1, 3 * size + size // 2, 7 * size - 1, 7 * size, _FAR]
     queries, keys = [], []
@@ -241,7 +241,7 @@ class Probe:
         return none_complete(parts, rate)
 
     def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """Nothing is complete."""
+        """Do nothing: no entry is complete."""
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
         """Note the shape of the index of compressed keys."""
@@ -510,7 +510,7 @@ class _Alone:
         return none_complete(parts, rate)
 
     def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """Nothing is complete."""
+        """Do nothing: no entry is complete."""
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
         """Note a row of an index."""

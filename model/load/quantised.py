@@ -180,7 +180,7 @@ UNUSED_SCALES = re.compile(
 
 
 def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) -> Format | None:
-    """The format of a checkpoint's weights; None: they are not quantised. O(1).
+    """Return the format of a checkpoint's weights; None: they are not quantised. O(1).
 
     Args:
         where: what names the checkpoint in an error.

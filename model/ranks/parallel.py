@@ -135,7 +135,7 @@ class Sums:
             self._scratch = scratch
 
     def __call__(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' parts, on every rank."""
+        """Return the sum of the ranks' parts, on every rank."""
         if part.dtype != self._scratch.dtype:
             return _summed(part, self.group)
         done: Tensor = torch.ops.kvcore_ranks.sum(part.contiguous(), self._scratch, self.group)
@@ -335,7 +335,7 @@ class _Sharding:
         self._hook(module, "moe_tp_experts")
 
     def _part_of(self, name: str, tensor: Tensor, style: str) -> Tensor:
-        """This rank's part of a parameter."""
+        """Return this rank's part of a parameter."""
         if style.endswith("rowwise"):
             if tensor.dim() == 1:
                 return tensor  # added once, after the sum
@@ -351,7 +351,7 @@ class _Sharding:
         return self._part(name, tensor, dim)
 
     def _part(self, name: str, tensor: Tensor, dim: int, *, pieces: int = 1) -> Tensor:
-        """This rank's part along a dimension, of each of `pieces` consecutive pieces."""
+        """Return this rank's part along a dimension, of each of `pieces` consecutive pieces."""
         size, rank = self._ranks.size, self._ranks.rank
         if tensor.shape[dim] % (size * pieces):
             raise UnsupportedModelError(
@@ -426,7 +426,7 @@ def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
 
 
 def _sum(part: Tensor, scratch: Tensor, group: str) -> Tensor:
-    """The sum over the ranks, by the faster of the two ways: see `Sums`."""
+    """Return the sum over the ranks, by the faster of the two ways: see `Sums`."""
     count = part.numel()
     is_aligned = count * part.element_size() % _ALIGNMENT == part.data_ptr() % _ALIGNMENT == 0
     if count > len(scratch) or not is_aligned:
@@ -453,5 +453,5 @@ def _all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
 
 
 def _generic(name: str) -> str:
-    """The name of a module as plans spell it: `*` for the number of a layer."""
+    """Return the name of a module as plans spell it: `*` for the number of a layer."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

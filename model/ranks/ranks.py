@@ -85,7 +85,7 @@ class Watchdog:
         self._tell(_FAILED_ALONE)
 
     def loss(self) -> RankLostError:
-        """The error of a collective that has lost a process, naming that process.
+        """Return the error of a collective that has lost a process, naming that process.
 
         Waits up to some seconds until the connection has ended too and the line is written.
         """
@@ -136,7 +136,7 @@ class Watchdog:
 
 
 def _read(connection: socket.socket) -> int | None:
-    """The message of another process; None: its connection has ended."""
+    """Return the message of another process; None: its connection has ended."""
     try:
         found = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
     except OSError:
@@ -223,14 +223,14 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce_min(self, number: int) -> int:
-        """The smallest of the ranks' numbers. One round trip."""
+        """Return the smallest of the ranks' numbers. One round trip."""
         value = torch.tensor(number)
         with self.detecting_loss():
             dist.all_reduce(value, dist.ReduceOp.MIN, group=self._control)
         return int(value)
 
     def broadcast(self, message: object = None) -> object:
-        """The `message` of rank 0, on every rank.
+        """Return the `message` of rank 0, on every rank.
 
         None costs one message of 8 bytes, anything else a second one.
         """
@@ -238,7 +238,7 @@ class Ranks:
             return _broadcast(self._control, self.rank, message)
 
     def all_gather(self, content: bytes) -> list[bytes]:
-        """The content of each rank, all of one length. One round trip."""
+        """Return the content of each rank, all of one length. One round trip."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self.detecting_loss():

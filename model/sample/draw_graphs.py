@@ -81,7 +81,7 @@ def is_captured(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def row_terms(params: Sequence[SamplingParams | None], vocab_size: int) -> RowTerms | None:
-    """The terms of rows; None: no row draws. O(rows).
+    """Return the terms of rows; None: no row draws. O(rows).
 
     Args:
         params: of each row, all captured; None: the result of the row is not used.
@@ -118,7 +118,7 @@ class _Columns(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor) -> "_Columns":
-        """Views of int64 [5, rows]."""
+        """Return views of int64 [5, rows]."""
         numbers, is_drawn, top_k, top_p, factors = words
         return cls(
             numbers.view(torch.float64)[:, None],
@@ -129,7 +129,7 @@ class _Columns(NamedTuple):
         )
 
     def first(self, rows: int) -> "_Columns":
-        """The columns of the first rows."""
+        """Return the columns of the first rows."""
         return _Columns(*[part[:rows] for part in self])
 
 
@@ -159,7 +159,7 @@ class GraphCapturer:
         torch.cuda.synchronize()
 
     def capture(self, run: Callable[[], _T], kind: Hashable) -> tuple[torch.cuda.CUDAGraph, _T]:
-        """A graph of the launches of a call, and the tensors that each replay writes.
+        """Return a graph of the launches of a call, and the tensors that each replay writes.
 
         Runs the call under capture, and as a replay, because the first replay of a graph takes
         longer than later ones. Before that the first call of a kind runs normally.
@@ -219,7 +219,7 @@ class DrawGraphs:
                 self._graphs[place, cuts] = capturer.capture(run, cuts)
 
     def choose(self, place: Place, terms: RowTerms, numbers: NDArray[np.float64]) -> Tensor:
-        """The tokens of all rows: int64 [num_rows], valid until the next call.
+        """Return the tokens of all rows: int64 [num_rows], valid until the next call.
 
         Args:
             place: of the step's logits.

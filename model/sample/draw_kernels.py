@@ -42,12 +42,12 @@ _POINTERS = [
 
 
 def _inner(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
-    """A function that kernels call."""
+    """Return a function that kernels call."""
     return triton.jit(function)
 
 
 def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
-    """A kernel that is compiled once per vocabulary size and dtype, for all arguments."""
+    """Return a kernel that is compiled once per vocabulary size and dtype, for all arguments."""
     names = inspect.signature(function).parameters
     return triton.jit(
         do_not_specialize=[name for name in _STRIDES if name in names],
@@ -122,7 +122,7 @@ def _take_chunks(
 
 @_inner
 def _order(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Integers in the order of the floats, without their lowest SHIFT bits, which are 0.
+    """Return integers in the order of the floats, without their lowest SHIFT bits, which are 0.
 
     NaN is as large as inf.
     """
@@ -133,7 +133,7 @@ def _order(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
 
 @_inner
 def _limit(number: tl.tensor, count: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """The largest integer that at least `count` numbers reach, bit by bit."""
+    """Return the largest integer that at least `count` numbers reach, bit by bit."""
     found = tl.sum(number * 0, 0)
     for step in range(32 - SHIFT):
         tried = found | (tl.full([], 1, tl.uint32) << (31 - SHIFT - step))
@@ -196,7 +196,7 @@ def _take_top(
 
 @_inner
 def _weigh(x: tl.tensor, best: tl.tensor, sharpness: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """Weights as in `passes.py`: int64."""
+    """Return weights as in `passes.py`: int64."""
     distance = (best - x.to(tl.float32)) * sharpness
     weight = tl.floor(tl.exp(-distance) * 34359738368.0)
     return tl.where(distance <= reach, weight, 0.0).to(tl.int64)
@@ -389,7 +389,7 @@ class GpuPasses:
 
 
 def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
-    """The weights of each chunk: int64 [num_rows, chunks]."""
+    """Return the weights of each chunk: int64 [num_rows, chunks]."""
     rows, chunks = len(logits), triton.cdiv(logits.shape[1], CHUNK)
     sums = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
     if rows:
@@ -401,7 +401,7 @@ def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) 
 
 
 def _sizes(logits: Tensor) -> tuple[int, int, int]:
-    """The row stride, the vocabulary size and the number of chunks."""
+    """Return the row stride, the vocabulary size and the number of chunks."""
     return logits.stride(0), logits.shape[1], triton.cdiv(logits.shape[1], CHUNK)
 
 
@@ -410,7 +410,7 @@ def _width(chunks: int) -> int:
 
 
 def _peaks_of(logits: Tensor) -> Tensor:
-    """The largest logit of each chunk: float32 [num_rows, chunks]; inf if one is NaN."""
+    """Return the largest logit of each chunk: float32 [num_rows, chunks]; inf if one is NaN."""
     rows, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, CHUNK)
     peaks = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)

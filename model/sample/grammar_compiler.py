@@ -280,21 +280,21 @@ def _settle(asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
 
 
 def refused(grammar: Grammar, why: str) -> InvalidSettingError:
-    """The error of a grammar that is refused. O(length of `why`)."""
+    """Return the error of a grammar that is refused. O(length of `why`)."""
     return InvalidSettingError(
         "grammar", f"a {grammar.form} that compiles ({' '.join(why.split())[:300]})", grammar.text
     )
 
 
 def reason(matcher: LLMatcher) -> str:
-    """The library's error message of a matcher. O(length of the message)."""
+    """Return the library's error message of a matcher. O(length of the message)."""
     lines = str(matcher.get_error()).split("\n<", maxsplit=1)[0]
     said = " ".join(lines.split())[:300]
     return _NOTHING_FOLLOWS if said.startswith(_NOTHING_FOLLOWS) else said
 
 
 def over_token_budget(took_s: float, token_s: float) -> GrammarError:
-    """The error of a mask that took too long. O(1)."""
+    """Return the error of a mask that took too long. O(1)."""
     return GrammarError(
         f"grammar: wanted at most {token_s:g} s of the processor for the mask of a token "
         f"(--grammar-token-s), got {took_s:.3g} s"
@@ -302,7 +302,7 @@ def over_token_budget(took_s: float, token_s: float) -> GrammarError:
 
 
 def _first(words: torch.Tensor, ends: frozenset[int]) -> int | None:
-    """The first allowed token that does not end the text; None: there is none. O(vocab_size)."""
+    """Return the first allowed token that does not end the text, or None. O(vocab_size)."""
     bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     allowed = bits.flatten()
     allowed[[end for end in ends if end < len(allowed)]] = 0
@@ -344,7 +344,7 @@ def _try(grammar: Grammar, source: str) -> None:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar in llguidance's own format.
+    """Return the grammar in llguidance's own format.
 
     Raises:
         Exception: it is not valid JSON, or not a valid grammar of its kind.

@@ -94,7 +94,7 @@ class Grammars:
         self._text(request)
 
     def mask(self, requests: Sequence[Request], newest: Mapping[int, int | None]) -> Tensor:
-        """The allowed tokens: int32 [requests, num_words] on the host, a bit per token.
+        """Return the allowed tokens: int32 [requests, num_words] on the host, a bit per token.
 
         Some tens of microseconds each. A text that has ended or failed allows every token.
 

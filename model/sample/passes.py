@@ -159,12 +159,12 @@ def distances_of(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
 
 
 def weights_of(distances: Tensor) -> Tensor:
-    """Integer weights as float32; 2**35 for the most likely token."""
+    """Return integer weights as float32; 2**35 for the most likely token."""
     return torch.exp(-distances).mul_(_SCALE).floor_()
 
 
 def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
-    """The weight of each chunk of `_CHUNK` tokens: float64 [num_rows, chunks]."""
+    """Return the weight of each chunk of `_CHUNK` tokens: float64 [num_rows, chunks]."""
     distances = distances_of(logits, best, sharpness)
     weights = weights_of(distances).masked_fill(distances > reach, 0.0)
     padded = nn.functional.pad(weights, (0, -weights.shape[-1] % _CHUNK))
@@ -213,7 +213,7 @@ def bin_of_mass(histogram: Tensor, target: Tensor | None, top_p: Tensor) -> tupl
 
 
 def reach_of_bins(coarse: Tensor, fine: Tensor) -> Tensor:
-    """The distance at the end of a fine bin inside a coarse one: float32 [num_rows, 1]."""
+    """Return the distance at the end of a fine bin inside a coarse one: float32 [num_rows, 1]."""
     reach = ((coarse << BITS) + fine + 1).float() * 2.0**-FINE
     return torch.nextafter(reach, torch.zeros_like(reach))  # excludes the start of the next bin
 

@@ -73,6 +73,6 @@ def score_prompts(chunks: Sequence[Chunk], logits: Tensor) -> PromptScores:
 
 
 def _following(chunk: Chunk) -> list[int]:
-    """The prompt tokens after the scored ones."""
+    """Return the prompt tokens after the scored ones."""
     first = chunk.start + 1
     return chunk.request.tokens[first : first + chunk.num_scored].tolist()

@@ -73,7 +73,7 @@ class Drawn:
             self._copied.record()
 
     def read(self) -> list[int | None]:
-        """The tokens, once the device has computed them. O(num_rows).
+        """Return the tokens, once the device has computed them. O(num_rows).
 
         None for a row that holds NaN, +inf or only -inf.
         """
@@ -283,7 +283,7 @@ class _Apart:
         newest: Callable[[], Mapping[int, int | None]],
         passes: Passes,
     ) -> tuple[Tensor, Tensor]:
-        """The largest logit and the token of each row. O(num_apart * vocab_size).
+        """Return the largest logit and the token of each row. O(num_apart * vocab_size).
 
         Args:
             logits: of all rows of the step.
@@ -305,7 +305,7 @@ class _Apart:
         return best, tokens
 
     def put(self, whole: Tensor, own: Tensor) -> Tensor:
-        """The values of all rows, with those of these rows replaced."""
+        """Return the values of all rows, with those of these rows replaced."""
         return own if self.rows is None else whole.to(own.dtype).index_put((self.rows,), own)
 
     def count(self, tokens: Tensor) -> None:
@@ -384,7 +384,7 @@ class _Changes:
         most_likely: tuple[Tensor, Tensor],
         newest: Callable[[], Mapping[int, int | None]],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The changed logits, float32, and the largest of each row. O(rows * vocab_size)."""
+        """Return the changed logits, float32, and the largest of each row. O(rows * vocab_size)."""
         some = logits.float() if self._is_all else logits[self._rows].float()
         if some is logits:
             some = logits.clone()
@@ -413,7 +413,7 @@ class _Changes:
         )
 
     def _barred_now(self, newest: Callable[[], Mapping[int, int | None]]) -> list[tuple[int, int]]:
-        """The tokens that may not follow those that there are, each with its row."""
+        """Return the tokens that may not follow those that there are, each with its row."""
         barred = [
             (place, token)
             for place, request in self._young
@@ -437,7 +437,7 @@ class _Changes:
 def _places_of(
     pairs: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Rows and tokens as an index; None: there are none. O(pairs)."""
+    """Return rows and tokens as an index; None: there are none. O(pairs)."""
     if not pairs:
         return None
     at, tokens = zip(*pairs, strict=True)
@@ -447,7 +447,7 @@ def _places_of(
 def penalised(
     logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Logits with penalties for tokens that occur already. O(rows * vocab_size).
+    """Return logits with penalties for tokens that occur already. O(rows * vocab_size).
 
     Args:
         logits: float32 [num_rows, vocab_size].
@@ -464,7 +464,7 @@ def penalised(
 
 
 def masked(logits: Tensor, words: Tensor) -> Tensor:
-    """Logits of the allowed tokens, -inf for all others. O(rows * vocab_size).
+    """Return logits of the allowed tokens, -inf for all others. O(rows * vocab_size).
 
     Args:
         logits: [num_rows, vocab_size].
@@ -578,7 +578,7 @@ class _StepLogprobs:
     ids: Tensor
 
     def to_host(self) -> "_StepLogprobs":
-        """A copy on its way to the host. O(bytes)."""
+        """Return a copy on its way to the host. O(bytes)."""
         return _StepLogprobs(self.rows, self.counts, to_host(self.values), to_host(self.ids))
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
@@ -591,6 +591,6 @@ class _StepLogprobs:
 
 
 def to_host(content: Tensor) -> Tensor:
-    """A copy in page-locked memory, complete once the stream has come so far. O(bytes)."""
+    """Return a copy in page-locked memory, complete once the stream has come so far. O(bytes)."""
     host = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
     return host.copy_(content, non_blocking=True)
