@@ -28,7 +28,7 @@ VARIABLE = "KVCORE_COMPILE"
 
 # The modules that a request passes through. Those of plain data stay Python: a native class would
 # refuse a wrong type with another error before ours could say what was wanted. (A compiled
-# identity/namespace.py makes a request of 20 tokens in a new namespace 2 to 7 % faster, and
+# identity/namespace.py makes a request of 20 tokens in another namespace 2 to 7 % faster, and
 # accepts True as a version.)
 COMPILED = (
     "arguments",
