@@ -419,8 +419,8 @@ class Backend(Protocol):
             query: [num_tokens, num_q_heads, head_dim], the dtype of the cache unless that is
                 quantised; then at most 65504 in size, because a backend may take it in float16.
             cache: read.
-            batch: where the keys are.
-            terms: what is computed.
+            batch: the places of the keys.
+            terms: the constants of the layer's attention.
             out: [num_tokens, num_q_heads, value_dim], the dtype of `query`, written and returned.
                 Rows past `query_start_loc[-1]` are left as they are; where the backend allocates,
                 they hold anything.

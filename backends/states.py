@@ -188,7 +188,7 @@ class StateBackend(Backend, Protocol):
         Args:
             x: [num_tokens, channels].
             state: [num_slots, width - 1, channels], the dtype of `x`; written.
-            batch: which states.
+            batch: the states that are read and written.
             terms: the weights.
             out: like `x`, written and returned.
         """
@@ -224,8 +224,8 @@ class StateBackend(Backend, Protocol):
                 With a gate its input: [num_tokens, num_heads], the dtype of `query`.
             beta: [num_tokens, num_heads], the dtype of `query`; None without the delta rule.
             state: [num_slots, num_heads, key_dim, value_dim]; written.
-            batch: which states.
-            terms: which recurrence, and its constants.
+            batch: the states that are read and written.
+            terms: the recurrence and its constants.
             out: like `value`, written and returned.
         """
         ...

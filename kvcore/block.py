@@ -128,8 +128,8 @@ class Block(Node):
         block_id: its index in the cache.
         id_object: the same number as a Python object; compiled code would make a new object for
             each answer.
-        ref_count: how many holders it has.
-        num_leases: how many of them are leases.
+        ref_count: the number of its holders.
+        num_leases: the number of leases among them.
         prev_free, next_free: neighbours in the free queue. Outside the queue `next_free` is None,
             and `prev_free` is the block that it stood before when it was taken out.
         node: the content it holds and can be hit by, or None.

@@ -69,7 +69,7 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]  # of any build
 
     Attributes:
         compiler: the command that compiles the files named after it, in place.
-        terminal: where the user looks while pip hides what a build prints.
+        terminal: the terminal of the user, while pip hides the output of a build.
     """
 
     compiler: tuple[str, ...] = (sys.executable, "-m", "mypyc", "--ignore-missing-imports")

@@ -62,7 +62,7 @@ class CopyOrder:
     Attributes:
         src: the block to copy from.
         dst: the block to copy to.
-        num_tokens: how many tokens of it, from its beginning.
+        num_tokens: the number of its first tokens.
         group: the layer group that both belong to.
     """
 

@@ -38,7 +38,7 @@ class SanitizerError(KVCoreError):
     Attributes:
         kind: "unwritten", "foreign", "freed", "shared", "double", "misplaced", "null", "table",
             "length", or "kernel" for errors found in the memory itself.
-        message: what is wrong, and where.
+        message: the error, and its place.
         calls: the last calls of the shadow, oldest first.
     """
 
@@ -77,7 +77,7 @@ class Shadow:
     """The shadow of one pool.
 
     Args:
-        max_calls: how many of the last calls an error shows.
+        max_calls: the number of last calls that an error shows.
     """
 
     def __init__(self, max_calls: int = 40) -> None:
@@ -124,7 +124,7 @@ class Shadow:
     ) -> None:
         """Check a step that reads the KV of the tokens `first` to `length` - 1 through this table.
 
-        What was checked once is not checked again: O(blocks), and O(tokens) of those that are new.
+        Blocks that were checked are not checked again: O(blocks), and O(tokens) of the new ones.
 
         Raises:
             SanitizerError: table, null, unwritten, foreign or length.

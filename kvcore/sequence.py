@@ -42,7 +42,7 @@ class KVSequence:
     Attributes:
         seq_id: counts the sequences of its manager from 0.
         num_computed_tokens: tokens whose KV is written; the next step computes from here.
-        num_cached_tokens: how many of them were found in the cache when it was opened.
+        num_cached_tokens: the number of them that were found in the cache when it was opened.
         packed: its known tokens, as `array("I")`. Read it, do not write it.
         num_unknown_tokens: the number of expected tokens after the known ones.
         items: its multimodal items, in order.
@@ -191,7 +191,7 @@ class KVSequence:
 
         Args:
             out: a writable, contiguous buffer of int32: [at least as many as the table has].
-            group: which layer group.
+            group: the layer group.
 
         Returns:
             The number of entries written; later entries are untouched.
@@ -245,7 +245,7 @@ class KVSequence:
 
         Args:
             algorithm: "xxh3-128", or "sha256" for hashes that leave the trust domain.
-            group: which layer group.
+            group: the layer group.
 
         Raises:
             StaleSequenceError: the sequence is closed.

@@ -57,7 +57,7 @@ class Options:
 
     Attributes:
         asked: the options of the measurement.
-        model: which is measured, and on what; of no use for a server.
+        model: the model that is measured, and its backend; of no use for a server.
         engine: its sizes, likewise.
         report: how results are printed.
     """

@@ -85,7 +85,7 @@ class RankLostError(ConnectionError):
     """Another of the processes that share a network is gone; nothing can go on without it.
 
     Attributes:
-        was_told: whether a process has written on stderr already which one it is.
+        was_told: True once a process has written on stderr which one it is.
     """
 
     was_told = False

@@ -62,7 +62,7 @@ class CompletionOutput:
         text: cut before a stop string.
         token_ids: all that were drawn.
         finish_reason: "length", "stop" or "error".
-        error: what ended it with "error"; None: nothing has.
+        error: the error that ended it with "error", or None.
         logprobs: for each token the likely ones in its place, itself among them; None: not wanted.
         cumulative_logprob: of all tokens together; None: not wanted.
     """
@@ -105,7 +105,7 @@ class LLM:
 
     Args:
         model: a folder, or an id on the hub.
-        backend: what runs attention; "auto": what this machine has.
+        backend: the attention kernels; "auto": those for this machine.
         dtype: of the weights; "auto": float32 on a CPU, bfloat16 on a GPU.
         settings: fields of `EngineConfig`; `enforce_eager` and `gpu_memory_utilization` are
             taken for `eager` and `kv_memory_fraction`.
@@ -145,7 +145,7 @@ class LLM:
             sampling_params: of all of them, or one for each; None: greedy, with the default length.
             cache_salt: cached prefixes are shared only between prompts of the same salt.
             lora_name: the LoRA adapter of `lora` that computes them; None: none does.
-            use_tqdm: whether a bar is drawn, where stderr is a terminal.
+            use_tqdm: True: draw a bar, if stderr is a terminal.
 
         Raises:
             InvalidArgumentError: one of them cannot be run; none is then.

@@ -102,7 +102,7 @@ class StepRecorder:
         schedule: the planner of the steps.
 
     Attributes:
-        steps: what was recorded, in order.
+        steps: the recorded steps, in order.
         num_usable_blocks: of the cache.
         before: the cache's counters when the recording began.
         num_preemptions_before: likewise, of the scheduler.
@@ -220,10 +220,10 @@ class StepRecorder:
 
 
 class _PoolRecording:
-    """Looks at a pool while it is used, and what it has seen.
+    """An observer of a pool while it is used, and its record.
 
     Attributes:
-        elapsed_ns: what all looks have taken.
+        elapsed_ns: the time of all looks.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Driver:
         allocator: an adapter, as `Allocator` describes it.
         seen: counts what has been seen: hits, evictions, refusals and so on.
         waive: is given every error before it is raised, and may raise something else.
-        draw: whether a picture of the pool stands in the program after every call.
+        draw: True: a picture of the pool stands in the program after every call.
 
     Raises:
         AdapterError: it lacks a verb, or promises what there is not.

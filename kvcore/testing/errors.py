@@ -34,7 +34,7 @@ class BrokenError(kvcore.KVCoreError, AssertionError):
     """The allocator under test did something wrong.
 
     Attributes:
-        message: what was wanted and what came.
+        message: the wanted and the actual result.
         program: the calls that led there.
         steps: the same as the driver's verbs, so that they can be taken again.
     """

@@ -60,7 +60,7 @@ class Request:
 
     Attributes:
         name: its name in a program.
-        handle: what the adapter uses for it.
+        handle: the object that the adapter uses for it.
         tokens: all of them, computed or not, known to the allocator or not: the device has them.
         tenant: its tenant.
         epoch: the number of resets before it began.
@@ -126,7 +126,7 @@ class Lease:
 
     Attributes:
         name: its name in a program.
-        handle: what the adapter uses for it.
+        handle: the object that the adapter uses for it.
         blocks: the ids that it holds.
     """
 

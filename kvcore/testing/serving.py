@@ -51,7 +51,7 @@ class Load(NamedTuple):
     Attributes:
         request: its name.
         start: the position of the first token, a multiple of the block size.
-        block_ids: where to, in order.
+        block_ids: the blocks to write, in order.
     """
 
     request: str
@@ -121,7 +121,7 @@ def check_scheduler(
         seeds: a run each.
 
     Returns:
-        What was seen, and how often.
+        The counts of the events that were seen.
 
     Raises:
         PropertyError: a promise is broken; it carries the shortest program of all failing seeds.

@@ -50,7 +50,7 @@ class Ended(NamedTuple):
 
     Attributes:
         job: its number.
-        keys: what was moved; all other keys of the job were not.
+        keys: the keys that were moved; all others of the job were not.
     """
 
     job: int
@@ -79,7 +79,7 @@ class Tiering(Protocol):
       that share is carried out: the verb that writes it raises `KilledError`.
 
     Attributes:
-        survives: whether copies outlive the process.
+        survives: True if copies outlive the process.
         layouts: names of configurations whose bytes differ, such as of other weights, layouts of
             blocks, or numbers of ranks. At least one.
     """
@@ -97,7 +97,7 @@ class Tiering(Protocol):
             layout: one of `layouts`.
 
         Returns:
-            How many contents it has room for at least.
+            The least number of contents that it has room for.
         """
 
     def find(self, key: bytes) -> bool:
@@ -137,11 +137,11 @@ def check_tier(
     Args:
         make: makes an adapter, such as its class.
         seeds: a run each.
-        faults: which of the optional verbs are used, and "restart" and "layout"; None: all.
+        faults: the optional verbs that are used, and "restart" and "layout"; None: all.
         known: properties that are not checked, such as "P39".
 
     Returns:
-        What was seen, and how often.
+        The counts of the events that were seen.
 
     Raises:
         PropertyError: a promise is broken; it carries the shortest program of all failing seeds.

@@ -19,7 +19,7 @@ class Watch:
 
     Args:
         program: makes the calls and raises the broken properties.
-        promises: what it promises.
+        promises: the promises of the allocator.
         memory: the ghost.
         prefixes: the names of prefixes.
         usable: the ids that may be handed out.

@@ -58,14 +58,14 @@ class Follower:
 
     Args:
         publisher: its name in the index.
-        index: where to apply its batches.
+        index: the index to apply its batches to.
         can_ask: True if missed batches can be requested again.
 
     Attributes:
         next: the number of the next batch; None: nothing is known of the publisher.
-        asking: whether an answer to a request is awaited.
-        lacks: whether contents are unknown because no answer came; `ask` asks for everything.
-        stats: what it has met.
+        asking: True while an answer to a request is awaited.
+        lacks: True if contents are unknown because no answer came; `ask` requests everything.
+        stats: its counters.
     """
 
     __slots__ = ("_can_ask", "_due", "_early", "_heard", "_index", "_is_in_doubt", "_time",

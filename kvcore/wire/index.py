@@ -100,7 +100,7 @@ class _Node:
     """One block's content below what it follows.
 
     Attributes:
-        parent: what it follows; None: it is a root, or out of the tree.
+        parent: the node that it follows; None: it is a root, or out of the tree.
         content: its tokens and what else it depends on.
         name: its block hash in the events of the first publisher.
         holders: one bit for each publisher's group that has it; one that sees everything has also
@@ -170,8 +170,8 @@ class _Group(NamedTuple):
     """A layer group that is indexed.
 
     Attributes:
-        bit: its.
-        window: how many tokens it sees; 0: all.
+        bit: its bit.
+        window: the number of tokens that it sees; 0: all.
         block_size: tokens a block.
     """
 
@@ -186,12 +186,12 @@ class _Publisher:
     Attributes:
         bits: its bit for each layer group that is indexed.
         mask: all of them.
-        groups: what each of them is, in no order.
-        step: what the blocks of all groups divide.
-        apart: what groups with a window hold.
+        groups: the group of each bit, in no order.
+        step: a length that the blocks of all groups divide.
+        apart: the contents of groups with a window.
         aliases: nodes by hashes that other publishers use differently, or by a second hash.
         tiers: a bit for each tier, by medium and ownership; `_CACHE` is that of the cache.
-        copies: where what is in tiers is, by layer group and hash: bits of `_CACHE` and `tiers`.
+        copies: the places of contents in tiers, by group and hash: bits of `_CACHE` and `tiers`.
     """
 
     __slots__ = ("aliases", "apart", "bits", "copies", "groups", "mask", "step", "tiers")
@@ -214,8 +214,8 @@ class _Publisher:
 class Index:
     """The prefixes that each publisher holds.
 
-    What changes it holds a lock, what asks it does not: while a batch is applied, an answer may
-    have a part of it.
+    A change holds a lock, a look-up does not: while a batch is applied, an answer may have a part
+    of it.
     """
 
     def __init__(self) -> None:

@@ -100,8 +100,8 @@ class Publisher:
             are sha256 then.
 
     Attributes:
-        endpoint: where it publishes, with the port that was picked.
-        replay: where it answers, likewise.
+        endpoint: the address at which it publishes, with the port that was picked.
+        replay: the address at which it answers, likewise.
 
     Raises:
         InvalidArgumentError: an invalid argument, or a manager that records no events.

@@ -68,7 +68,7 @@ class Subscriber:
     """An index of several publishers, kept up to date.
 
     Args:
-        sources: where they are, by name. More come by `add`.
+        sources: the addresses of publishers, by name. `add` adds more.
         ask_after_s: a request without an answer for so long is made again, and a publisher that is
             silent for so long is asked.
         forget_after_s: a publisher that does not answer for so long is forgotten, and one that
@@ -79,7 +79,7 @@ class Subscriber:
             process.
 
     Attributes:
-        index: what they hold; it may be read from any thread.
+        index: the contents that they hold; any thread may read it.
 
     Raises:
         EndpointError: an address that is none. Nothing is left open.

@@ -77,7 +77,7 @@ class Transport(Protocol):
         """Open a socket that receives what is published. Raises: EndpointError.
 
         Args:
-            endpoint: where it is published.
+            endpoint: the address at which it is published.
             topic: the bytes that the first frame begins with.
             max_bytes: the largest message; a sender of a larger one is disconnected.
         """
@@ -118,7 +118,7 @@ class ZmqSocket:
 
     Args:
         opened: the socket.
-        counts: whether it counts its connections.
+        counts: True if it counts its connections.
     """
 
     def __init__(self, opened: zmq.Socket[bytes], *, counts: bool = False) -> None:
@@ -269,7 +269,7 @@ def check_endpoint(argument: str, endpoint: str) -> None:
     """Find out whether a publisher could be bound to an address, long before there is one.
 
     Args:
-        argument: what the address is called, for the error.
+        argument: the name of the address, for the error.
         endpoint: the address.
 
     Raises:

@@ -211,7 +211,7 @@ class _Tables:
 
         Args:
             starts: [num_seqs], the tokens of each before this step.
-            worth: when it pays.
+            worth: the least saving that pays.
         """
         if self._run is None:
             rows = len(self._sequences)
@@ -245,11 +245,11 @@ class BatchBuilder:
     """Turns a step into tensors on the host, in buffers that it reuses.
 
     Args:
-        device: where the tensors are sent; for a GPU the buffers are page-locked.
+        device: the target of the tensors; for a GPU the buffers are page-locked.
         num_groups: KV cache groups.
         chunks: for each group the chunk of its layers; None: no chunks.
-        worth: for each group when a shared prefix is passed on; None: never.
-        has_states: whether sequences have states of recurrent layers.
+        worth: for each group the least saving for a shared prefix; None: never.
+        has_states: True if sequences have states of recurrent layers.
     """
 
     def __init__(

@@ -217,8 +217,8 @@ class PagedEntries:
         backend: stores, scores and attends.
         caches: of every layer.
         layout: the group of each layer, of its parts and of its entries.
-        batches: for each group where the step's tokens are.
-        kept: what serves several layers of the step, and the entries that were chosen for one.
+        batches: for each group the places of the step's tokens.
+        kept: results for several layers of the step, and the entries that were chosen for one.
     """
 
     backend: backends.Backend

@@ -144,7 +144,7 @@ class Index:
         weights: [1, num_tokens, 1, num_heads]; None: heads are not weighted yet.
         is_positive: True if scores below 0 were set to 0.
         is_sum: True if the weighted heads are added up.
-        is_sum: whether the weighted heads are added up.
+        is_sum: True if the weighted heads are added up.
     """
 
     module: nn.Module

@@ -79,7 +79,7 @@ class _Passing:
             query: [1, num_q_heads, num_tokens, head_dim].
             key: [1, num_kv_heads, num_tokens, head_dim].
             value: like `key`.
-            mask: what Transformers made; None: the batch says which keys a query sees.
+            mask: Transformers' mask; None: the batch says which keys a query sees.
             scale: of the logits.
             alibi_scale: of ALiBi's slopes; None: there are none.
         """

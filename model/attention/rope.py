@@ -30,7 +30,7 @@ class RopeSwitch:
 
     Attributes:
         num_tokens: the longest text with the first factors.
-        recomputes: whether a text that grows past it is computed again.
+        recomputes: True if a text that grows past it is computed again.
     """
 
     def __init__(self, num_tokens: int, *, recomputes: bool) -> None:

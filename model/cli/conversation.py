@@ -123,8 +123,8 @@ def converse(talk: Conversation, lines: TextIO, out: TextIO, *, reports: bool = 
 
     Args:
         talk: the conversation.
-        lines: what the user writes; a terminal gets a prompt.
-        out: where answers go.
+        lines: the input of the user; a terminal gets a prompt.
+        out: the target of the answers.
         reports: True if tokens and prefix cache hits are shown after each answer.
 
     Raises:

@@ -28,8 +28,8 @@ class OutputFile:
 
     Attributes:
         flag: that names it, for errors.
-        path: where it is.
-        begins: what a file that this flag has written begins with.
+        path: its path.
+        begins: the first characters of files that this flag has written.
     """
 
     flag: str

@@ -1,7 +1,7 @@
 """Imports PyTorch and Transformers with less work: no garbage collection, and known names.
 
 Transformers reads the source of its 2,500 model files, twice, to learn which name is in which file.
-What it finds is stored for later starts. Its losses, which only training computes, import SciPy and
+The names are stored for later starts. Its losses, which only training computes, import SciPy and
 torchvision: files of losses are imported when one of their functions is called.
 
 Invariants: the names are those that Transformers finds: a stored file belongs to the paths, sizes

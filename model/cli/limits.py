@@ -53,7 +53,7 @@ def allow_open_files(least: int, most: int = 65_536) -> None:
     """Raise the limit of open files as far as the system allows without privileges. O(1).
 
     Args:
-        least: how many the process needs.
+        least: the number that the process needs.
         most: the limit to raise it to; a higher one stays.
 
     Raises:

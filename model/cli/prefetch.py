@@ -31,7 +31,7 @@ def begin(options: ModelOptions, config: EngineConfig) -> Event:
     """Start all of it, on threads. O(1).
 
     Args:
-        options: which model on what.
+        options: the model and its backend.
         config: if it compiles networks, processes that do so start too.
 
     Returns:

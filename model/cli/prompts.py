@@ -50,7 +50,7 @@ class PromptSpec:
     """One prompt.
 
     Attributes:
-        where: where it came from, for messages.
+        where: its source, for messages.
         text: the prompt; of a chat, its messages as text.
         params: how its tokens are chosen.
         request: its priority, LoRA adapter, cache salt and retained ranges.
@@ -85,7 +85,7 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
 
     Args:
         options: the command line.
-        stdin: what a prompt of `-` reads; None: it is closed.
+        stdin: the input for a prompt of `-`; None: it is closed.
 
     Raises:
         UsageError: an empty prompt, one that is not UTF-8, a file that cannot be read or

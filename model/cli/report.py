@@ -149,7 +149,7 @@ def document(
     """Return the whole run as one JSON document. O(all tokens).
 
     Args:
-        about: what ran: model, backend, device, dtype.
+        about: the model, backend, device and dtype of the run.
         completions: in the order of the prompts, all samples of one after the other.
         stats: of the run.
         mismatches: of the verification; None: there was none.

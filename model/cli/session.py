@@ -62,7 +62,7 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
 
     Raises:
         ModelError: the input cannot be run.
-        OSError: what was printed could not be written.
+        OSError: the output could not be written.
     """
     what = options.model
     with input_errors():

@@ -132,10 +132,10 @@ class Flags:
         """Add a flag for each setting of a class. O(settings).
 
         Args:
-            title: what the flags are about; those of one title stand together.
+            title: the subject of the flags; those of one title stand together.
             declared: the class.
             without: its settings that mean nothing to this command.
-            defaults: what this command's own defaults are, where they are not the class's.
+            defaults: the defaults of this command that differ from the class's.
         """
         groups = self._parser._action_groups  # noqa: SLF001  # no other way to find one again
         group = next((one for one in groups if one.title == title), None)

@@ -87,7 +87,7 @@ def start(
         config: of the engine; if it compiles networks, the compiler loads beside the weights.
         is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
             without near ties.
-        load: what loads it.
+        load: the function that loads it.
 
     Raises:
         ModelError: there is no such model, it cannot run here, or there are not as many processes.
@@ -156,11 +156,11 @@ def make_engine(
     """Load a model and prepare an engine for it. Seconds to minutes.
 
     Args:
-        options: which model on what.
+        options: the model and its backend.
         config: sizes.
         tell: called with each line about the start.
-        load: what loads it.
-        expects_grammars: what the first grammar needs is made now, beside the preparation.
+        load: the function that loads it.
+        expects_grammars: True: prepare for the first grammar too, beside the rest.
 
     Raises:
         ModelError: there is no such model, or it does not run here.

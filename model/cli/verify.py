@@ -152,7 +152,7 @@ def compare(
 
     Args:
         model: of the run.
-        index: which request of the run it is.
+        index: the number of the request in the run.
         request: greedy.
         adapters: of the run; a request's own is applied to the dense network too.
     """

@@ -1,6 +1,7 @@
 """The messages between the ingress and a replica: a client's request, its answer in pieces.
 
-Decides: what of a request travels. A `Ticket` stays in the process of the router that issued it.
+Decides: the parts of a request that travel. A `Ticket` stays in the process of the router that
+issued it.
 
 Does not know: Ray, the engine, the contents of a request.
 """

@@ -77,7 +77,7 @@ class SchedulerConfig(StepLimits):
             requests are recomputed.
         long_above: a longer text has different keys and values from its first token on (scaled
             rotary embeddings); None: there is no such length.
-        may_cross: whether a request may grow past `long_above`; it is recomputed then.
+        may_cross: True if a request may grow past `long_above`; it is recomputed then.
         draft_tokens: the largest number of draft tokens of a request in one step.
     """
 

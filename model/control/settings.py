@@ -238,7 +238,7 @@ def check_needs(
     Args:
         declared: the class.
         values: by the name of the setting; a setting that is missing has its default.
-        name_of: what the user calls a setting.
+        name_of: returns the user's name of a setting.
 
     Raises:
         InvalidArgumentError: names both settings.

@@ -48,8 +48,8 @@ class Bucket(NamedTuple):
         tokens: the most tokens.
         rows: the most sequences, and the most rows of logits.
         longest: the most query tokens of a sequence.
-        shares: whether sequences may share a prefix, which is then read once.
-        adapted: whether sequences may have LoRA adapters.
+        shares: True if sequences may share a prefix, which is then read once.
+        adapted: True if sequences may have LoRA adapters.
     """
 
     tokens: int

@@ -85,7 +85,7 @@ class ImageEncoder:
         ranks: the processes that share the network, each with the whole tower; None: it is whole.
 
     Attributes:
-        num_runs: how often a tower has run.
+        num_runs: the number of runs of a tower.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class _Span(NamedTuple):
 
     Attributes:
         content: digest of the image.
-        inputs: what its tower takes.
+        inputs: the arguments of its tower.
         num_rows: of the whole image.
         first: the first of its rows.
         last: one past the last.

@@ -50,7 +50,7 @@ class StepRunner:
         mover: moves blocks.
         sampler: draws the tokens.
         max_sampled: the most rows of a step whose successor is sent before its tokens are read.
-        is_async: whether steps are sent before the tokens of the previous one are read.
+        is_async: True if steps are sent before the tokens of the previous one are read.
         sanitizer: the backend, if it checks each step.
         drawn: a shared buffer for drawn tokens; None: a new buffer.
         images: the network's vision tower; None: it takes no images.

@@ -219,7 +219,7 @@ def prepare_network(
     Args:
         network: its caches are allocated.
         config: of the engine.
-        drawn: where the tokens of the previous step are.
+        drawn: the tokens of the previous step.
         max_model_len: the most tokens of a request; None: as many as fit into the cache.
 
     Raises:

@@ -55,8 +55,8 @@ class TextCodec(Protocol):
 
         Args:
             messages: each with a `role` and a `content`.
-            opens_answer: whether the tokens end where the assistant's answer starts.
-            options: what else Transformers' `apply_chat_template` takes, such as `tools`, and
+            opens_answer: True if the tokens end where the assistant's answer starts.
+            options: other arguments of Transformers' `apply_chat_template`, such as `tools`, and
                 further variables of the template.
         """
         ...

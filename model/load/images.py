@@ -241,7 +241,7 @@ class ImageCodec:
                 on a line before it.
             images: in their order.
             limits: of an engine.
-            adds_special_tokens: whether tokens that the model wants at its start are added.
+            adds_special_tokens: True: add the tokens that the model wants at its start.
 
         Raises:
             InvalidArgumentError: an image cannot be read or is too large, there are too many for

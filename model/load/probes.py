@@ -335,7 +335,7 @@ def probe_layers(
     Args:
         model: left with our attention.
         device: of the model; the meta device works for a model without weights.
-        keeps_states: whether some layers keep states (`recurrence.py`).
+        keeps_states: True if some layers keep states (`recurrence.py`).
 
     Returns:
         For the index of each layer that attends what it stores.

@@ -183,9 +183,9 @@ def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) 
     """Return the format of a checkpoint's weights; None: they are not quantised. O(1).
 
     Args:
-        where: what names the checkpoint in an error.
+        where: the name of the checkpoint in an error.
         config: of the checkpoint.
-        is_gguf: whether its weights are in a GGUF file.
+        is_gguf: True if its weights are in a GGUF file.
 
     Raises:
         UnsupportedModelError: an unknown format, or a package that reads it is not installed.
@@ -266,7 +266,7 @@ def check_scales(path: Path, config: PreTrainedConfig, stored: Mapping[str, Stor
 
     Args:
         path: the file that describes the network.
-        config: what it says.
+        config: its contents.
         stored: from `check_files`.
 
     Raises:

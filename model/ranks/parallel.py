@@ -374,7 +374,7 @@ class _Sharding:
 class _RowwiseEmbedding(nn.Module):
     """A table split by rows: the other ranks give zeros, and the results are summed.
 
-    What a network's own kind of table does beside the lookup, such as Gemma's factor, stays.
+    The other operations of the network's kind of table, such as Gemma's factor, stay.
     """
 
     def __init__(self, whole: nn.Embedding, ranks: Ranks, sums: Sums) -> None:

@@ -43,7 +43,7 @@ class Grammars:
         vocab_size: of the logits.
         eos_token_ids: tokens that end a text.
         config: the budgets.
-        measures: whether time is measured; of several ranks only rank 0 does.
+        measures: True if time is measured; of several ranks only rank 0 does.
         clock: processor time of the thread, in seconds.
 
     Attributes:

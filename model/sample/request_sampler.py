@@ -567,7 +567,7 @@ class _StepLogprobs:
 
     Attributes:
         rows: of the step.
-        counts: how many of the most likely each row asks for.
+        counts: the number of most likely tokens that each row asks for.
         values: float32 [num_rows, 1 + the largest count].
         ids: int64 [num_rows, the largest count].
     """

@@ -9,8 +9,8 @@ specialised by value (those not declared as integers are refused), index tensors
 the contract and are not specialised by alignment, and floats never are. Kernels see tensors of
 float8_e4m3fn as bytes.
 
-What Hopper's copy engine reads is given as a `Box`: how a tensor is seen, in boxes of some size.
-What the driver makes of that is kept by the tensor's address. Where Triton's launcher is one that
+Hopper's copy engine reads a tensor in boxes of some size, which a `Box` describes. The descriptor
+that the driver makes of it is kept by the tensor's address. Where Triton's launcher is one that
 is known (`shorten`), the compiled function in it is called, without the Python around it.
 
 In the interpreter nothing is compiled, but the same variants are counted, so that tests without a
@@ -318,7 +318,7 @@ def find_names() -> None:
 def _name_kernels() -> None:
     """Give every kernel the name that it has on disk, always in one order. 0.1 s, once.
 
-    What goes into Triton's name for a kernel depends on which of the functions that it calls have a
+    Triton's name for a kernel depends on which of the functions that it calls have a
     name already: a process that met kernels in another order would compile them once more.
     """
     for _, each in sorted(_launchers.items()):
@@ -387,7 +387,7 @@ def launcher(
         integers: parameters that are integers; compiled once for all their values.
         indices: pointers to indices, of one dtype, at any alignment.
         pointers: pointers to data; compiled for each dtype, and anew where not on 16 bytes.
-        boxes: how many parameters are read by the copy engine.
+        boxes: the number of parameters that the copy engine reads.
         in_gluon: the source is Gluon's.
     """
 
