@@ -68,7 +68,7 @@ class NotServingError(ModelError):
 
 
 class QueueFullError(ModelError):
-    """The queue is full: the maximum number of requests waits."""
+    """The queue is full: the requests that run or wait have reached their limit."""
 
 
 class EngineFaultError(ModelError):
