@@ -1,7 +1,7 @@
 """The data plane: kernels over paged KV caches and recurrent states, behind one contract.
 
 Backends are chosen by name.
-Importing this imports no torch: most names are loaded when one is asked for. `get_backend` loads a
+Importing this imports no torch: most names are loaded at their first use. `get_backend` loads a
 toolchain.
 """
 
@@ -89,5 +89,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """All names, whether they are loaded or not."""
+    """Return all names, loaded or not."""
     return sorted({*globals(), *__all__})

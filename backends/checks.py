@@ -16,7 +16,7 @@ from backends.states import LinearAttentionTerms, LinearRows, ShortConvTerms, St
 
 
 def check_cache(backend: Backend, cache: KVCache) -> None:
-    """A cache on the backend's device, within its capabilities."""
+    """Raise unless a cache is on the backend's device, within its capabilities."""
     cache.check()
     k, can = cache.k, backend.capabilities
     if k.device.type != backend.device.type:
@@ -35,7 +35,7 @@ def check_cache(backend: Backend, cache: KVCache) -> None:
 
 
 def _dtype_beside(backend: Backend, name: str, tensor: Tensor, cache: KVCache) -> torch.dtype:
-    """The dtype wanted of keys, values and queries: the cache's, or any beside a quantised one."""
+    """Return the dtype of keys, values and queries: the cache's, or any with a quantised one."""
     if cache.k.dtype not in backend.capabilities.quantised:
         return cache.k.dtype
     require_tensor(name, tensor)
@@ -48,7 +48,7 @@ def _dtype_beside(backend: Backend, name: str, tensor: Tensor, cache: KVCache) -
 def check_store_kv(
     backend: Backend, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
 ) -> None:
-    """The arguments of `store_kv` agree with each other."""
+    """Raise unless the arguments of `store_kv` agree with each other."""
     check_cache(backend, cache)
     dtype, device = _dtype_beside(backend, "key", key, cache), cache.k.device
     require_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(None,), device=device)
@@ -68,7 +68,7 @@ def check_paged_attention(
     terms: AttentionTerms,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `paged_attention` agree with each other and the capabilities."""
+    """Raise unless the arguments of `paged_attention` agree with each other and capabilities."""
     check_cache(backend, cache)
     dtype, device = _dtype_beside(backend, "query", query, cache), cache.k.device
     if batch.device != device:
@@ -113,7 +113,7 @@ def _check_terms(
 
 
 def check_copy_blocks(backend: Backend, caches: Sequence[Tensor], copies: Tensor) -> None:
-    """Caches have blocks that are dense inside; `copies` is a list of pairs beside them."""
+    """Raise unless caches have blocks dense inside, and `copies` is a list of pairs."""
     require_tensor("copies", copies, dtype=torch.int64, shape=(None, 2))
     if copies.device.type != backend.device.type:
         raise InvalidArgumentError("copies", f"device {backend.device}", f"{copies.device}")
@@ -134,7 +134,7 @@ def check_slot_mapping(
     block_size: int,
     out: Tensor,
 ) -> None:
-    """The arguments of `compute_slot_mapping` agree with each other."""
+    """Raise unless the arguments of `compute_slot_mapping` agree with each other."""
     require_tensor("seq_lens", seq_lens, dtype=torch.int32, shape=(None,))
     if seq_lens.device.type != backend.device.type:
         raise InvalidArgumentError("seq_lens", f"device {backend.device}", f"{seq_lens.device}")
@@ -158,7 +158,7 @@ def check_short_conv(
     terms: ShortConvTerms,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `short_conv_step` agree with each other and the capabilities."""
+    """Raise unless the arguments of `short_conv_step` agree with each other and capabilities."""
     channels, width = terms.weight.shape
     _check_state(backend, state, batch, (width - 1, channels))
     require_tensor("x", x, shape=(_num_rows(batch), channels))
@@ -176,7 +176,7 @@ def check_linear_attention(
     terms: LinearAttentionTerms,
     out: Tensor | None,
 ) -> None:
-    """The arguments of `linear_attention_step` agree with each other and the capabilities."""
+    """Raise unless the arguments of `linear_attention_step` agree, also with capabilities."""
     (query, key, value, decay, beta), gate, limit = rows, terms.gate, backend.capabilities
     _check_state(backend, state, batch, (None, None, None))
     heads, key_dim, value_dim = state.shape[1:]
@@ -210,7 +210,7 @@ def check_linear_attention(
 def _check_state(
     backend: Backend, state: Tensor, batch: StateBatch, inside: tuple[int | None, ...]
 ) -> None:
-    """States on the backend's device, of a dtype it has, without gaps inside a slot."""
+    """Raise unless states are on the backend's device, of its dtypes, without gaps in a slot."""
     can = backend.capabilities
     require_tensor("state", state, shape=(None, *inside))
     if state.device.type != backend.device.type:
@@ -231,14 +231,14 @@ def _check_state(
 
 
 def _num_rows(batch: StateBatch) -> int | None:
-    """The rows of a call: as many as sequences where each has one, otherwise any number."""
+    """Return the rows of a call: one a sequence without `query_start_loc`, else any number."""
     return batch.num_seqs if batch.query_start_loc is None else None
 
 
 def _check_rows(
     device: torch.device, dtype: torch.dtype, **wanted: tuple[Tensor | None, tuple[int, ...]]
 ) -> None:
-    """Tensors beside the state, by name: of this dtype and shape; only rows must be given."""
+    """Raise unless tensors have this dtype and shape, by name; only rows must be given."""
     for name, (tensor, shape) in wanted.items():
         if tensor is not None or name in {"key", "value"}:
             require_tensor(name, tensor, dtype=dtype, shape=shape, device=device)
@@ -257,7 +257,7 @@ def check_score_index(
     first_row: int,
     out: Tensor,
 ) -> None:
-    """The arguments of `score_index` agree with each other and the capabilities."""
+    """Raise unless the arguments of `score_index` agree with each other and capabilities."""
     limit, device = backend.capabilities.max_index_dim, cache.k.device
     check_cache(backend, cache)
     index_dim = cache.k.shape[3]
@@ -283,7 +283,7 @@ def check_score_index(
 def check_choose_tokens(
     backend: Backend, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor
 ) -> None:
-    """The arguments of `choose_tokens` agree with each other and the capabilities."""
+    """Raise unless the arguments of `choose_tokens` agree with each other and capabilities."""
     _check_scores("scores", scores, batch, first_row)
     _check_chosen(backend, "out", out, scores.shape[0], scores.device)
 
@@ -291,7 +291,7 @@ def check_choose_tokens(
 def check_attend_chosen(
     backend: Backend, batch: PagedBatch, chosen: Tensor, terms: AttentionTerms
 ) -> None:
-    """What `attend_chosen` takes beside the arguments of `paged_attention`, which checks these."""
+    """Raise unless `chosen` and `terms` suit `attend_chosen`; `paged_attention` checks the rest."""
     _check_chosen(backend, "chosen", chosen, batch.num_tokens, batch.device)
     if terms.window is not None:
         raise UnsupportedError("terms.window", "None beside chosen tokens", str(terms.window))

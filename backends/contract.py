@@ -1,4 +1,4 @@
-"""What a kernel backend is: the batch it is given, the cache it works on, the operations it has.
+"""The contract of a kernel backend: the batch and the cache that it is given, and its operations.
 
 Decides shapes, dtypes and meanings; a backend decides only how fast. Invariants:
 
@@ -17,7 +17,7 @@ Decides shapes, dtypes and meanings; a backend decides only how fast. Invariants
 - A backend reads no slot that no query of the batch sees, no entry of `block_table` that covers
   only such slots (they may hold anything, NaN and 2^30 included), and no query, key or value row
   past `query_start_loc[-1]`.
-- It writes the slots and the output rows it is asked for, and nothing else.
+- It writes the slots and the output rows of the call, and nothing else.
 
 What is the same in every call of a layer is a record that travels whole: `KVCache`, and
 `AttentionTerms` for what attention computes. They check themselves as they are made.
@@ -74,7 +74,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Where the tokens of one step sit in the cache; made once a step and used by every layer.
+    """The places of one step's tokens in the cache; made once a step and used by every layer.
 
     Shapes, dtypes and devices are checked here, at O(1), so that the operations need not do it
     again. The last row numbers may be padding: a sequence of query length 0 takes no part.
@@ -96,13 +96,14 @@ class PagedBatch:
     max_seq_len: int
     """At least the longest `seq_lens`; rows of `block_table` have entries for that many."""
     shared_prefix: SharedPrefix | None = None
-    """What some of the sequences share, if that is worth knowing."""
+    """Blocks that some of the sequences share; None: none, or reading them once does not pay."""
     kept: dict[Hashable, object] | None = field(default=None, repr=False, compare=False)
-    """Where a backend may keep what it has worked out from this batch for other layers of the step:
-    {} from a caller whose tensors hold the same values until the step's last call, and whose CUDA
-    graph, if there is one, captures the step from its first call on. None: nowhere."""
+    """A dict in which a backend may keep results for the other layers of the step: {} from a caller
+    whose tensors hold the same values until the step's last call, and whose CUDA graph, if there is
+    one, captures the step from its first call on. None: the backend keeps nothing."""
     form: tuple[object, ...] = field(init=False, repr=False, compare=False)
-    """What plans depend on but the two numbers: equal for batches that look alike."""
+    """The inputs of plans besides the two maxima: the tensors' shapes, strides and device, and
+    whether a prefix is shared."""
 
     def __post_init__(self) -> None:
         num_seqs = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1
@@ -144,23 +145,23 @@ class PagedBatch:
 
     @property
     def num_seqs(self) -> int:
-        """How many sequences, padding included."""
+        """The number of sequences, padding included."""
         return self.seq_lens.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        """How many query rows, padding included."""
+        """The number of query rows, padding included."""
         return self.slot_mapping.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where all four tensors live."""
+        """The device of all four tensors."""
         return self.seq_lens.device
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What a slot of a layer's cache holds of its token."""
+    """The layout of a token in its slot of a layer's cache."""
 
     num_kv_heads: int
     head_dim: int
@@ -184,7 +185,7 @@ class KVLayout:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> "KVCache":
-        """The cache in this layout that lies in these tensors, as many as `row_bytes`. O(1).
+        """Return the cache in this layout over these tensors, as many as `row_bytes`. O(1).
 
         Latents have one scale, `k_scale`.
 
@@ -259,7 +260,7 @@ class KVCache:
 
     @property
     def layout(self) -> KVLayout:
-        """What its slots hold. O(1)."""
+        """The layout of a token in its slot. O(1)."""
         heads, size = self.k.shape[2:]
         return KVLayout(heads, size, self.v.shape[3], self.k.dtype, self.is_latent)
 
@@ -271,7 +272,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTerms:
-    """What a layer's attention computes: logit = scale * q.k, capped, of the keys it sees.
+    """The constants of a layer's attention: logit = scale * q.k, capped, of the keys it sees.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -313,7 +314,7 @@ class AttentionTerms:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do; a launcher refuses the rest with `UnsupportedError`."""
+    """The limits of a backend; a launcher refuses calls beyond them with `UnsupportedError`."""
 
     dtypes: tuple[torch.dtype, ...]
     """Of query, key and value, which agree, and of a cache that holds them as they are."""
@@ -343,7 +344,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class IndexCall:
-    """How a layer will call a backend for its index."""
+    """The calls of one layer to a backend for its index."""
 
     num_heads: int
     cache: KVCache
@@ -352,7 +353,7 @@ class IndexCall:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How a layer will call a backend: what `warmup` compiles for."""
+    """The calls of one layer to a backend, for which `warmup` compiles."""
 
     num_q_heads: int
     dtype: torch.dtype
@@ -361,11 +362,11 @@ class LayerCall:
     """The layer's own, or one of the same shapes, strides and dtype."""
     terms: AttentionTerms
     shared_prefix: bool = False
-    """Whether batches may say what they share."""
+    """True if batches may have a `shared_prefix`."""
     num_chosen: int = 0
     """Tokens that a query attends to at most, where it attends to chosen ones; 0: to all."""
     index: IndexCall | None = None
-    """Its own index; None: it has none."""
+    """The calls for the layer's index; None: it has no index."""
 
 
 @runtime_checkable
@@ -374,17 +375,17 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """The name it is asked for by."""
+        """The name by which a caller asks for the backend."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors live."""
+        """The device of its tensors."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """The dtypes, sizes and features that the backend supports."""
         ...
 
     def store_kv(
@@ -410,7 +411,7 @@ class Backend(Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of every query row over the cached keys of its sequence.
+        """Compute causal attention of every query row over the cached keys of its sequence.
 
         Decode, prefill and chunked prefill, mixed at will.
 
@@ -418,8 +419,8 @@ class Backend(Protocol):
             query: [num_tokens, num_q_heads, head_dim], the dtype of the cache unless that is
                 quantised; then at most 65504 in size, because a backend may take it in float16.
             cache: read.
-            batch: where the keys are.
-            terms: what is computed.
+            batch: the places of the keys.
+            terms: the constants of the layer's attention.
             out: [num_tokens, num_q_heads, value_dim], the dtype of `query`, written and returned.
                 Rows past `query_start_loc[-1]` are left as they are; where the backend allocates,
                 they hold anything.
@@ -443,7 +444,7 @@ class Backend(Protocol):
         block_size: int,
         out: Tensor,
     ) -> None:
-        """Slots of the step's new tokens; the rest of `out` becomes -1.
+        """Compute the slots of the step's new tokens; the rest of `out` becomes -1.
 
         The new tokens are the last of each sequence.
 

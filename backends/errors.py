@@ -1,4 +1,4 @@
-"""What can go wrong in the data plane, as types.
+"""The errors of the data plane, as types.
 
 Every error names the argument or the backend, what was wanted and what it got.
 """
@@ -11,7 +11,7 @@ class BackendError(Exception):
 class InvalidArgumentError(BackendError, ValueError):
     """An argument breaks the contract; no tensor has been written to.
 
-    `argument` is its name, so that a caller can say which of its own inputs was wrong.
+    `argument` is its name, so that a caller can say which of its inputs was wrong.
     """
 
     def __init__(self, argument: str, wanted: str, got: str) -> None:

@@ -29,9 +29,9 @@ class HelperProcess(subprocess.Popen[bytes]):
     """A helper; it reads from a pipe, and is a group, to be ended as one. A few ms.
 
     Args:
-        code: what it runs.
+        code: the code that it runs.
         environment: beside this process's own.
-        answers: whether it writes to a pipe too.
+        answers: True if it writes to a pipe too.
 
     Raises:
         OSError: no process can be started.

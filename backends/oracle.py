@@ -1,4 +1,4 @@
-"""What the operations mean, written to be obviously right: dense, a sequence at a time, in float64.
+"""The meaning of the operations, plainly right: dense, a sequence at a time, in float64.
 
 Decides the expected result and how far a backend may be from it. Invariant: it reads the cache only
 through the block table and only at positions that a row of the sequence sees. Knows nothing of
@@ -86,7 +86,7 @@ def attention(query: Tensor, cache: KVCache, batch: PagedBatch, terms: Attention
 
 
 def stands_for(cache: Tensor, scale: Tensor | None) -> Tensor:
-    """What a cache's elements mean: float64 [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Return the values of a cache: float64 [num_blocks, block_size, num_kv_heads, head_dim]."""
     values = cache.detach().double().cpu()
     return values if scale is None else values * scale.detach().double().cpu()[:, None]
 

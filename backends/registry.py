@@ -1,7 +1,7 @@
-"""Which backends there are, and which one to use here.
+"""The names of the backends, and the choice of one that runs here.
 
-Decides names and availability. Invariants: nothing is imported before it is asked for by name; a
-backend asked for by name is the one that comes back, or an error that says why not and what to
+Decides names and availability. Invariants: nothing is imported before a caller names it; a
+backend that a caller names is the one that comes back, or an error that says why not and what to
 choose instead; a package's entry point never takes a built-in name. Knows nothing of kernels.
 
 A plug-in is an entry point of the group `kvcore.backends` whose object, called without arguments,
@@ -27,7 +27,7 @@ _BUILT_IN = (
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """Whether a backend can run here; `reason` says why not, and is empty where it can."""
+    """The availability of a backend here; `reason` is empty where it can run."""
 
     name: str
     available: bool

@@ -3,7 +3,7 @@
 The part of the contract for layers whose queries do not attend to all tokens they see, but to a few
 that an index chooses for them ("lightning indexer", DeepSeek-V3.2, arXiv:2512.02556). Invariants:
 
-- The index has one key a token, in a cache of latents of its own: `KVCache` with one KV head whose
+- The index has one key a token, in a separate cache of latents: `KVCache` with one KV head whose
   values are its keys. `Backend.store_kv` stores index keys, in the slots of the token's other keys:
   one block table serves both.
 - The score of a token at position p for query row t is the sum over the index heads h of
@@ -48,7 +48,7 @@ class SparseBackend(Backend, Protocol):
             query: [num_tokens, num_index_heads, index_dim], the dtype of the cache.
             weights: float32 [num_tokens, num_index_heads].
             cache: of index keys; read.
-            batch: where they are.
+            batch: the places of the keys.
             first_row: the first query row that is scored.
             out: float32 [num_rows, at least max_seq_len], written up to each row's own position;
                 rows past `query_start_loc[-1]` are left as they are.
@@ -56,11 +56,11 @@ class SparseBackend(Backend, Protocol):
         ...
 
     def choose_tokens(self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor) -> None:
-        """The positions of each row's highest scores, in ascending order, then -1.
+        """Write the positions of each row's highest scores, in ascending order, then -1.
 
         Args:
             scores: as `score_index` writes them; entries past a row's position are not read.
-            batch: whose rows they are.
+            batch: the batch of these rows.
             first_row: the row that `scores` begins with.
             out: int32 [num_rows, count], contiguous, written; rows past `query_start_loc[-1]` are
                 left as they are.
@@ -77,12 +77,12 @@ class SparseBackend(Backend, Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every query row over its chosen tokens; see `Backend.paged_attention`.
+        """Compute attention of every query row over its chosen tokens; see `Backend`.
 
         Args:
             query: as `paged_attention` takes it.
             cache: of keys and values or latents; read at chosen tokens alone.
-            batch: where they are.
+            batch: the places of the keys.
             chosen: int32 [num_tokens, count], contiguous, as `choose_tokens` writes it: each row
                 has min(count, position + 1) positions.
             terms: scale, soft cap and sinks of the layer; no window.
@@ -99,7 +99,7 @@ def choose(
     batch: PagedBatch,
     count: int,
 ) -> Tensor:
-    """Score and choose for a whole batch; int32 [num_tokens, count], see `SparseBackend`.
+    """Score and choose for a whole batch; return int32 [num_tokens, count].
 
     Takes 4 * max_seq_len bytes a row, and at most about `SCORE_BYTES` at a time.
     """
@@ -115,7 +115,7 @@ def choose(
 
 
 def by_slot(cache: KVCache) -> tuple[KVCache, int, int]:
-    """The cache as one of blocks of one token, and where a token is in it. O(1).
+    """Return the cache as one of blocks of one token, and the place of a token in it. O(1).
 
     Attention to chosen tokens is attention over such a cache, with a block table of tokens.
 

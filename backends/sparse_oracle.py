@@ -1,4 +1,4 @@
-"""What the operations of sparse attention mean: scores and attention in float64; exact choices.
+"""The meaning of the operations of sparse attention: float64 scores and sums; exact choices.
 
 Decides the expected results, and how far a backend may be from each. Knows nothing of speed.
 """

@@ -1,4 +1,4 @@
-"""What the operations on states mean: in float64, one sequence and one token after the other.
+"""The meaning of the operations on states: in float64, a sequence and a token after the other.
 
 Decides the expected outputs and states, and how far a backend may be from each number of them.
 Knows nothing of speed: every state of every token is kept.
@@ -44,7 +44,7 @@ class Number:
     error: Tensor
 
     def rounded(self, dtype: torch.dtype) -> "Number":
-        """As stored: the values stay exact, and may err by half a step of the dtype more."""
+        """Return it as stored: exact values that may err by half a step of the dtype more."""
         info = torch.finfo(dtype)
         smallest = max(info.smallest_normal * info.eps, 2.0**-126)
         return Number(self.value, self.error + self.value.abs() * info.eps / 2 + smallest)
@@ -78,7 +78,7 @@ def rows_of(batch: StateBatch) -> list[range]:
 
 @one_thread()
 def short_conv(x: Tensor, state: Tensor, batch: StateBatch, terms: ShortConvTerms) -> Expected:
-    """What `short_conv_step` returns and writes; it reads no slot but those to be read."""
+    """Return the outputs and states of `short_conv_step`; read only the slots to be read."""
     weight, rows = _exact(terms.weight), _exact(x)
     out, states = _nothing(x, x.shape[1:]), _nothing(x, state.shape[1:])
     width, exact = weight.shape[1], torch.zeros(state.shape[1:], dtype=torch.float64)
@@ -99,7 +99,7 @@ def short_conv(x: Tensor, state: Tensor, batch: StateBatch, terms: ShortConvTerm
 def linear_attention(
     rows: LinearRows, state: Tensor, batch: StateBatch, terms: LinearAttentionTerms
 ) -> Expected:
-    """What `linear_attention_step` returns and writes; it reads no slot but those to be read."""
+    """Return the outputs and states of `linear_attention_step`; read only the slots to be read."""
     query, key, value = map(_exact, rows[:3])
     query, key = (
         _normed(x.repeat_interleave(state.shape[1] // x.shape[1], 1), l2norm=terms.l2norm)[

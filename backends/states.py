@@ -40,7 +40,7 @@ EXACT_TOKENS = 7
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Which states one step reads and writes; made once a step and used by every layer.
+    """The states that one step reads and writes; made once a step and used by every layer.
 
     Several sequences may read one slot. No slot is written twice, and a slot that a sequence reads
     is written only by that sequence, if at all. Values are the caller's duty.
@@ -52,13 +52,13 @@ class StateBatch:
     read_slots: Tensor
     """int32 [num_seqs]: the state before each sequence's first token; negative: zeros."""
     write_slots: Tensor
-    """int32 [num_seqs]: where the state after its stored tokens is written; negative: nowhere."""
+    """int32 [num_seqs]: the slot of the state after its stored tokens; negative: not written."""
     query_start_loc: Tensor | None = None
     """int32 [num_seqs + 1], ascending: sequence s has the rows from its entry to the next. None:
     each sequence has one row. A sequence without rows writes nothing."""
     num_stored: Tensor | None = None
-    """int32 [num_seqs]: the state after so many of its rows is written; those behind are draft
-    tokens, which continue from it. None: after all of them."""
+    """int32 [num_seqs]: the number of its rows after which the state is written; the rows behind
+    are draft tokens, which continue from that state. None: all of them."""
 
     def __post_init__(self) -> None:
         reads = self.read_slots
@@ -76,7 +76,7 @@ class StateBatch:
 
     @property
     def num_seqs(self) -> int:
-        """How many sequences."""
+        """The number of sequences."""
         return self.read_slots.shape[0]
 
 
@@ -93,7 +93,7 @@ class ShortConvTerms:
     bias: Tensor | None = None
     """[channels], likewise."""
     silu: bool = False
-    """Whether the result passes through x * sigmoid(x)."""
+    """True if the result passes through x * sigmoid(x)."""
 
     def __post_init__(self) -> None:
         weight = self.weight
@@ -128,7 +128,7 @@ class DecayGate:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttentionTerms:
-    """What a layer of linear attention computes beside its inputs.
+    """The constants of a layer of linear attention.
 
     Gated DeltaNet (arXiv:2412.06464) has the delta rule, norms and a gate; Kimi Delta Attention
     (arXiv:2510.26692) has no gate, its decays are per channel; Mamba2 (arXiv:2405.21060) has a gate
@@ -141,11 +141,12 @@ class LinearAttentionTerms:
     scale: float
     """Of the query, after its norm."""
     delta_rule: bool
-    """Whether what the key recalls is subtracted from the value, and a beta weighs the rest."""
+    """True if the value that the key recalls is subtracted from the new one, and the difference is
+    weighed by beta."""
     l2norm: bool = False
-    """Whether query and key are divided by sqrt(sum of squares + NORM_EPSILON)."""
+    """True if query and key are divided by sqrt(sum of squares + NORM_EPSILON)."""
     gate: DecayGate | None = None
-    """What turns `decay` into decays; None: they are given."""
+    """The gate that turns `decay` into decays; None: `decay` holds decays."""
     skip: Tensor | None = None
     """float32 [num_heads]: the part of the value that is added to the output."""
 
@@ -187,7 +188,7 @@ class StateBackend(Backend, Protocol):
         Args:
             x: [num_tokens, channels].
             state: [num_slots, width - 1, channels], the dtype of `x`; written.
-            batch: which states.
+            batch: the states that are read and written.
             terms: the weights.
             out: like `x`, written and returned.
         """
@@ -223,8 +224,8 @@ class StateBackend(Backend, Protocol):
                 With a gate its input: [num_tokens, num_heads], the dtype of `query`.
             beta: [num_tokens, num_heads], the dtype of `query`; None without the delta rule.
             state: [num_slots, num_heads, key_dim, value_dim]; written.
-            batch: which states.
-            terms: which recurrence, and its constants.
+            batch: the states that are read and written.
+            terms: the recurrence and its constants.
             out: like `value`, written and returned.
         """
         ...

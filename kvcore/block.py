@@ -5,8 +5,8 @@ A block is in exactly one of two states: *free* (`ref_count == 0`, linked into t
 *published*: `node` is then its content, and `prev_copy`/`next_copy` link the blocks that hold the
 same content. A free published block can be hit until it is reused; freeing is not evicting.
 
-Nearly every content is held by one block and is lost when that block is reused. So each block has
-a node of its own, with `block.node is block`: an eviction reads memory that lies together, and
+Nearly every content is held by one block and is lost when that block is reused. So each block is
+also a node, with `block.node is block`: an eviction reads memory that lies together, and
 allocates nothing. A content that another block also holds, or that a descendant keeps in the tree,
 stays in its node. A block whose own node is used in this way publishes its next content in a
 separate node. All links are intrusive: moving a block between states allocates nothing.
@@ -41,7 +41,7 @@ class Node:
         children: all children by their tokens, while there are two or more; None otherwise.
         first_copy: the block published first of those that still hold it; None when all are gone.
         last_copy: the block published last of those.
-        block_hash: its block hash; None until it is asked for.
+        block_hash: its block hash; None until it is computed.
     """
 
     __slots__ = (
@@ -121,15 +121,15 @@ class Node:
 class Block(Node):
     """One block. Its fields belong to the pool that made it; read them, do not write them.
 
-    It also has the fields of its own node. They describe the content of the block only if
+    It has the fields of a node too. They describe the content of the block only if
     `node` is the block itself.
 
     Attributes:
         block_id: its index in the cache.
         id_object: the same number as a Python object; compiled code would make a new object for
             each answer.
-        ref_count: how many holders it has.
-        num_leases: how many of them are leases.
+        ref_count: the number of its holders.
+        num_leases: the number of leases among them.
         prev_free, next_free: neighbours in the free queue. Outside the queue `next_free` is None,
             and `prev_free` is the block that it stood before when it was taken out.
         node: the content it holds and can be hit by, or None.

@@ -27,8 +27,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 VARIABLE = "KVCORE_COMPILE"
 
 # The modules that a request passes through. Those of plain data stay Python: a native class would
-# refuse a wrong type with an error of its own before ours could say what was wanted. (A compiled
-# identity/namespace.py makes a request of 20 tokens in a namespace of its own 2 to 7 % faster, and
+# refuse a wrong type with another error before ours could say what was wanted. (A compiled
+# identity/namespace.py makes a request of 20 tokens in another namespace 2 to 7 % faster, and
 # accepts True as a version.)
 COMPILED = (
     "arguments",
@@ -69,7 +69,7 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]  # of any build
 
     Attributes:
         compiler: the command that compiles the files named after it, in place.
-        terminal: where the user looks while pip hides what a build prints.
+        terminal: the terminal of the user, while pip hides the output of a build.
     """
 
     compiler: tuple[str, ...] = (sys.executable, "-m", "mypyc", "--ignore-missing-imports")

@@ -27,14 +27,14 @@ class ContentWatcher(Protocol):
     """Hears of contents in time to keep copies of them elsewhere: a tier behind the pool."""
 
     def published(self, blocks: list[Block]) -> None:
-        """These blocks have just become available; must not raise, nor change the pool.
+        """Note that these blocks have just become available; must not raise or change the pool.
 
         An error of the caller may take it back, so look at `block.node` when it is used.
         """
         ...
 
     def cleared(self) -> None:
-        """Contents, or all of them, are invalid: no copy may be used any more; must not raise."""
+        """Note that contents, or all, are invalid: no copy may be used any more; must not raise."""
         ...
 
 

@@ -14,7 +14,7 @@ class KVCoreError(Exception):
 
 
 class OutOfBlocksError(KVCoreError):
-    """More blocks were asked for than are free; nothing has changed.
+    """A call needs more blocks than are free; nothing has changed.
 
     Attributes:
         needed: blocks that the call had to take from the free queue.
@@ -63,7 +63,7 @@ class SequenceTooLongError(MisuseError):
 
 
 class NotReservedError(MisuseError):
-    """KV was committed, or a slot asked for, where the sequence has no block."""
+    """KV was committed, or a slot looked up, where the sequence has no block."""
 
 
 class UnknownTokensError(MisuseError):

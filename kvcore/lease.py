@@ -103,7 +103,7 @@ class Lease:
 
     @property
     def num_exclusive_blocks(self) -> int:
-        """How many of its blocks nothing else holds: free when it ends; 0 then. O(blocks)."""
+        """The number of its blocks that nothing else holds, free at its end; then 0. O(blocks)."""
         return sum([block.ref_count == 1 for block in self.blocks]) if self.is_active else 0
 
     def end(self) -> bool:

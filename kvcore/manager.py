@@ -73,9 +73,9 @@ class KVCacheManager:
             afterwards exempts them from garbage collection.
 
     Attributes:
-        block_size: tokens a block, for groups without a block size of their own.
+        block_size: tokens a block, for groups that have no block size.
         groups: the layer groups, block sizes filled in.
-        enable_caching: whether prefix caching is on.
+        enable_caching: True if prefix caching is on.
         max_model_len: the most tokens a sequence may have; None: any number.
         pool: the blocks.
         leases: the leases for steps and transfers in flight.
@@ -456,7 +456,7 @@ class KVCacheManager:
         """Fork a sequence: the child has the same known tokens and the same computed KV.
 
         Expected tokens, and the KV computed for them, stay with the parent. Full blocks are shared.
-        A partly computed block is copied: the child gets a block of its own, and the caller must
+        A partly computed block is copied: the child gets a new block, and the caller must
         carry out the copy orders before either sequence is written to. O(num_blocks).
 
         Returns:
@@ -497,7 +497,7 @@ class KVCacheManager:
 
         Args:
             seq: an open sequence.
-            kind: what holds the blocks, such as "step", "load" or "store".
+            kind: the kind of holder, such as "step", "load" or "store".
             owner: a name of the holder, for reports.
             num_tokens: hold only the blocks of the first `num_tokens` tokens; None: all.
             max_steps: the number of steps after which `tick` ends it; None: no deadline.
@@ -558,7 +558,7 @@ class KVCacheManager:
         itself) or has ended only releases its blocks. O(num_tokens).
 
         Returns:
-            Whether the sequence has the loaded tokens.
+            True if the sequence has the loaded tokens.
 
         Raises:
             InvalidArgumentError: not a lease of this manager that `begin_load` has returned.
@@ -812,7 +812,7 @@ class KVCacheManager:
             counts: for each sequence the number of tokens that the step computes. None: a decode
                 step, one each.
             row_stride: entries from one row to the next of a flat `block_tables`.
-            group: which layer group.
+            group: the layer group.
 
         Raises:
             NotReservedError: a sequence has no block for one of its tokens.

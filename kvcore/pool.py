@@ -52,7 +52,7 @@ class BlockPool:
         num_blocks: the number of blocks, the null block included.
         block_sizes: tokens a block, for each layer group.
         common_size: their least common multiple; the length of a hit is a multiple of it.
-        is_uneven: whether they differ.
+        is_uneven: True if they differ.
         null: block 0.
         empty_blocks: the free blocks without content that were held before, the next one to reuse
             last. They are reused first, and then the blocks that were never held, by id.
@@ -690,7 +690,7 @@ class BlockPool:
     def _uncount(self, released: list[Block], *, is_own: bool) -> list[Block]:
         """Remove a holder from each block, or from none; return the freed blocks.
 
-        Blocks are counted up to the first that has other holders in a loop of their own: two
+        Blocks up to the first that has other holders are counted in a separate loop: it takes two
         thirds of the time of the loop in `_uncount_shared`.
         """
         made = self._made

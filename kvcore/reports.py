@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether `open` and `reserve` of the whole sequence would succeed now."""
+        """True if `open` and `reserve` of the whole sequence would succeed now."""
         return self.fits_above(0)
 
     def fits_above(self, watermark: SupportsIndex) -> bool:
@@ -62,7 +62,7 @@ class CopyOrder:
     Attributes:
         src: the block to copy from.
         dst: the block to copy to.
-        num_tokens: how many tokens of it, from its beginning.
+        num_tokens: the number of its first tokens.
         group: the layer group that both belong to.
     """
 

@@ -1,7 +1,7 @@
 """A shadow of every slot of a KV cache: what an engine's steps write and read, checked as they go.
 
-The engine says, for each sequence of a step, where the kernels are told to write and which table
-they are told to read (`wrote`, `reads`), and which blocks it copies or fills from elsewhere
+The engine notes, for each sequence of a step, the slots that kernels write and the table that
+they read (`wrote`, `reads`), and which blocks it copies or fills from elsewhere
 (`copied`, `filled`, `loaded`). The shadow knows of every slot whether it was written, by which
 sequence and for which token, and compares all of it with the sequence's own tables. What is wrong
 is a `SanitizerError` that names it and shows the last calls.
@@ -38,7 +38,7 @@ class SanitizerError(KVCoreError):
     Attributes:
         kind: "unwritten", "foreign", "freed", "shared", "double", "misplaced", "null", "table",
             "length", or "kernel" for errors found in the memory itself.
-        message: what is wrong, and where.
+        message: the error, and its place.
         calls: the last calls of the shadow, oldest first.
     """
 
@@ -55,7 +55,7 @@ class SanitizerError(KVCoreError):
 
 @dataclass(slots=True)
 class _Shadow:
-    """What is known of one block: whose it is (None: a fork's, copied), what its slots hold."""
+    """The known state of one block: its writer (None: copied in a fork) and its slots' tokens."""
 
     group: int
     index: int
@@ -65,7 +65,7 @@ class _Shadow:
 
 @dataclass(slots=True)
 class _StateShadow:
-    """What is known of one piece of a recurrent state: the tokens that it has seen, and of whom."""
+    """The known state of one piece of a recurrent state: its writer and the tokens before it."""
 
     piece: int
     writer: KVSequence
@@ -77,7 +77,7 @@ class Shadow:
     """The shadow of one pool.
 
     Args:
-        max_calls: how many of the last calls an error shows.
+        max_calls: the number of last calls that an error shows.
     """
 
     def __init__(self, max_calls: int = 40) -> None:
@@ -90,7 +90,7 @@ class Shadow:
         self._num_named = 0
 
     def wrote(self, seq: KVSequence, start: int, slots: Sequence[int], *, group: int = 0) -> None:
-        """A step writes the KV of the tokens from `start` on into these slots. O(slots).
+        """Note that a step writes the KV of the tokens from `start` on into these slots. O(slots).
 
         Raises:
             SanitizerError: misplaced, null, foreign, freed, shared or double.
@@ -122,9 +122,9 @@ class Shadow:
         group: int = 0,
         first: int = 0,
     ) -> None:
-        """A step reads the KV of the tokens `first` to `length` - 1 through this table.
+        """Check a step that reads the KV of the tokens `first` to `length` - 1 through this table.
 
-        What was checked once is not checked again: O(blocks), and O(tokens) of those that are new.
+        Blocks that were checked are not checked again: O(blocks), and O(tokens) of the new ones.
 
         Raises:
             SanitizerError: table, null, unwritten, foreign or length.
@@ -152,7 +152,7 @@ class Shadow:
     def advanced(
         self, seq: KVSequence, reads: Sequence[int], writes: Sequence[int], num_tokens: int
     ) -> None:
-        """A step reads a recurrent state, and writes the one after `num_tokens` more tokens.
+        """Check a step that reads a recurrent state, and writes the one after `num_tokens` more.
 
         `reads` is empty where the step starts from zeros. O(blocks of a state + tokens).
 
@@ -196,7 +196,7 @@ class Shadow:
             self._fail("foreign", f"{where} has seen other tokens; written by {by}")
 
     def copied(self, orders: Iterable[CopyOrder]) -> None:
-        """The blocks of a fork were copied, before either side goes on. O(tokens copied).
+        """Note that the blocks of a fork were copied, before either side goes on. O(tokens copied).
 
         Raises:
             SanitizerError: the source was never written, or a sequence has the destination.
@@ -214,7 +214,7 @@ class Shadow:
             self._blocks[order.dst] = _Shadow(source.group, source.index, None, tokens)
 
     def filled(self, seq: KVSequence, block_ids: Iterable[int], *, group: int = 0) -> None:
-        """Blocks of a sequence were filled from elsewhere: a transfer, the host. O(their tokens).
+        """Note blocks that were filled from elsewhere: a transfer, the host. O(their tokens).
 
         Raises:
             SanitizerError: a block is not the sequence's.
@@ -231,7 +231,7 @@ class Shadow:
             self._blocks[block_id] = _Shadow(group, index, seq, tokens)
 
     def loaded(self, lease: Lease) -> None:
-        """The blocks of a load are filled with what they wait for. O(their tokens).
+        """Note that the blocks of a load are filled. O(their tokens).
 
         Raises:
             SanitizerError: the load has ended, or a sequence has a block already.
@@ -272,11 +272,14 @@ class Shadow:
         self._fail("kernel", message)
 
     def name_of(self, seq: KVSequence) -> str:
-        """What the calls of an error call a sequence. O(1)."""
+        """Return the name that the list of calls in an error gives a sequence. O(1)."""
         return self._name(seq)
 
     def whose(self, block_id: int) -> str:
-        """Who has a block, or has written it last, in words. O(sequences * blocks of each)."""
+        """Return in words which sequence has a block, or else which one wrote it last.
+
+        O(sequences * blocks of each).
+        """
         for seq in self._names:
             if any(block_id in table.block_ids for table in seq.tables):
                 return self._name(seq)
@@ -365,7 +368,7 @@ class Shadow:
         return "foreign" if holders else "freed"
 
     def _holders(self, block_id: int, group: int) -> list[KVSequence]:
-        """The known sequences whose tables name a block. O(sequences * blocks of each)."""
+        """Return the known sequences whose tables name a block. O(sequences * blocks of each)."""
         return [
             seq
             for seq in self._names
@@ -403,12 +406,12 @@ class Shadow:
 
 
 def _state_ids(seq: KVSequence) -> list[int]:
-    """The blocks of all states of a sequence."""
+    """Return the blocks of all states of a sequence."""
     return [] if seq.state is None else [block.block_id for block in seq.state.blocks()]
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """A few numbers, or their ends."""
+    """Return a few numbers as text, or their ends."""
     if len(numbers) <= 6:
         return str([*numbers])
     return f"[{numbers[0]}, {numbers[1]}, ... {numbers[-1]}]"

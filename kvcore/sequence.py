@@ -42,7 +42,7 @@ class KVSequence:
     Attributes:
         seq_id: counts the sequences of its manager from 0.
         num_computed_tokens: tokens whose KV is written; the next step computes from here.
-        num_cached_tokens: how many of them were found in the cache when it was opened.
+        num_cached_tokens: the number of them that were found in the cache when it was opened.
         packed: its known tokens, as `array("I")`. Read it, do not write it.
         num_unknown_tokens: the number of expected tokens after the known ones.
         items: its multimodal items, in order.
@@ -53,7 +53,7 @@ class KVSequence:
             cached, or no layer group has a window, chunks or states.
         retention: the ranges of tokens to keep longer than others.
         opened_at: the step at which it was opened.
-        chain: its block hashes; None until they are asked for.
+        chain: its block hashes; None until they are computed.
         num_reserved_tokens: a lower bound of the tokens that all tables have blocks for.
         next_boundary: the least number of settled tokens at which a block becomes full or leaves
             a window. It is at most one more than `num_reserved_tokens`. Both are 0 while they are
@@ -124,7 +124,7 @@ class KVSequence:
 
     @property
     def is_open(self) -> bool:
-        """Whether the sequence is open. O(1)."""
+        """True if the sequence is open. O(1)."""
         return self.owner is not None
 
     @property
@@ -185,7 +185,7 @@ class KVSequence:
 
         Args:
             out: a writable, contiguous buffer of int32: [at least as many as the table has].
-            group: which layer group.
+            group: the layer group.
 
         Returns:
             The number of entries written; later entries are untouched.
@@ -239,7 +239,7 @@ class KVSequence:
 
         Args:
             algorithm: "xxh3-128", or "sha256" for hashes that leave the trust domain.
-            group: which layer group.
+            group: the layer group.
 
         Raises:
             StaleSequenceError: the sequence is closed.

@@ -1,6 +1,6 @@
 """The runner: requests, schedule, batch, forward, sample; `python -m model.run` is its front door.
 
-Importing this package loads nothing of it: a name is loaded when it is asked for, so that a command
+Importing this package loads nothing of it: a name is loaded at its first use, so that a command
 line heeds a signal from its first moment. None of the names here loads torch
 but `LLM`; `model.engine` and `model.load.loader` do, and Transformers too.
 """
@@ -12,7 +12,7 @@ from importlib import import_module
 
 
 def _interrupted(number: int, _frame: object) -> None:
-    """What Ctrl-C does before a command has come to `model.cli.exits`, which does the same."""
+    """Handle Ctrl-C as `model.cli.exits` does, until a command has come to that."""
     if sys.stderr is not None:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()

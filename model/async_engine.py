@@ -1,7 +1,7 @@
 """An engine for asyncio: requests from one event loop, tokens to it, the engine on its own thread.
 
-Decides: when the two sides meet. What is asked of the engine waits in an inbox that is emptied
-before every step, so whatever is asked happens between two steps; an engine without requests waits
+Decides: when the two sides meet. Calls for the engine wait in an inbox that is emptied before
+every step, so each is carried out between two steps; an engine without requests waits
 there, at most until the next transfer has to be given up. What a step gives crosses to the
 loop in one call. An engine that computes takes the interpreter back before the loop is awake, again
 and again, so after a first token or an end it waits a moment for the loop to take them. And what a
@@ -47,14 +47,14 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
 _HAND_OVER_S = 0.002
 """The longest that the engine waits for the loop to take what cannot wait."""
 
-_LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
+_LONG_TEXT = 4096  # characters; a longer text is cut into tokens on another thread
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 _log = logging.getLogger(__name__)
 
 
 class EngineState(enum.Enum):
-    """Where an asynchronous engine stands."""
+    """The state of an asynchronous engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -68,7 +68,7 @@ class NotServingError(ModelError):
 
 
 class QueueFullError(ModelError):
-    """As many requests wait as may wait."""
+    """The queue is full: the requests that run or wait have reached their limit."""
 
 
 class EngineFaultError(ModelError):
@@ -77,12 +77,12 @@ class EngineFaultError(ModelError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """How an engine is.
+    """The state of an engine.
 
     Attributes:
-        state: whether it takes requests.
-        num_faults: how often a step has failed.
-        last_fault: what was said then; None: none has.
+        state: the state, which says if it takes requests.
+        num_faults: the number of steps that have failed.
+        last_fault: the error message of the last one; None: none has failed.
     """
 
     state: EngineState
@@ -91,50 +91,50 @@ class Health:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests. O(1)."""
+        """True if it takes requests. O(1)."""
         return self.state is EngineState.READY
 
 
 class Observer(Protocol):
-    """Is told on the loop what happens to requests; times in seconds."""
+    """An observer that the loop calls as requests proceed; times in seconds."""
 
     def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
-        """`count` tokens came `waited_s` after the one before each, the first after its request."""
+        """Record `count` tokens, each `waited_s` after the one before, or the first its request."""
         ...
 
     def sample_ended(self, sample: Sample) -> None:
-        """A sample has its last token, was aborted, or failed."""
+        """Record that a sample has its last token, was aborted, or failed."""
         ...
 
 
 class Announcer(Protocol):
-    """Tells the world what the engine's cache holds: `kvcore.wire.Publisher`, say."""
+    """A publisher of the engine's cache events, such as `kvcore.wire.Publisher`."""
 
     def publish(self) -> None:
-        """Tell what has changed; waits for nothing."""
+        """Publish the changes; waits for nothing."""
         ...
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop publishing."""
         ...
 
 
 class Unobserved:
-    """An observer that takes note of nothing."""
+    """An observer that does nothing."""
 
     def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
-        """Nothing. O(1)."""
+        """Do nothing. O(1)."""
 
     def sample_ended(self, sample: Sample) -> None:
-        """Nothing. O(1)."""
+        """Do nothing. O(1)."""
 
 
 class _Command(NamedTuple):
-    """Something to do between two steps.
+    """A function to run between two steps.
 
     Attributes:
-        run: what the engine's thread does; returns what the loop does then.
-        fail: what the loop does where that raised, or can never run.
+        run: runs on the engine's thread; returns a function that the loop calls then.
+        fail: the loop calls it if `run` raised, or can never run.
     """
 
     run: Callable[[EngineCore], Callable[[], None]]
@@ -142,22 +142,22 @@ class _Command(NamedTuple):
 
 
 _Given = tuple[int, tuple[SampledToken, ...], FinishReason | None, ModelError | None]
-"""request_id, tokens, why it ended, by which error of its own."""
+"""request_id, tokens, finish reason, and the error that ended it alone."""
 
 
 class AsyncEngine:
-    """Runs an engine on a thread of its own, for the event loop that starts it.
+    """An engine that runs on a thread, for the event loop that starts it.
 
     Args:
-        engine: the engine, or what makes one; that is called on the thread.
-        max_waiting: the most samples that may wait beside those that have a seat; where as many
-            do, each client may have an equal share (`FairLimit`). None: any number.
+        engine: the engine, or a function that makes one, which is called on the thread.
+        max_waiting: the most unfinished samples beyond `max_num_seqs`; above that each client may
+            have an equal share of both (`FairLimit`). None: any number.
         stream_share: the most of the loop's time that handing out tokens may take: where many
             streams would take more, several tokens of each go together. A first token and an end
             never wait. 1: no token does.
         observer: is called for every event.
-        announce: makes the announcer, on the thread, of the engine and of what makes it publish.
-        host: gives the thread and the time; None: the process.
+        announce: makes the announcer, on the thread, from the engine and a function that wakes it.
+        host: the source of the thread and of the time; None: this process.
     """
 
     def __init__(
@@ -207,12 +207,12 @@ class AsyncEngine:
 
     @property
     def health(self) -> Health:
-        """How it is. O(1)."""
+        """The state of the engine. O(1)."""
         return Health(self._state, self._num_faults, self._last_fault)
 
     @property
     def engine(self) -> EngineCore:
-        """The engine, to be read; what changes it belongs into `call`. O(1).
+        """The engine, for reading; changes go through `call`. O(1).
 
         Raises:
             NotServingError: it is not there yet.
@@ -242,7 +242,7 @@ class AsyncEngine:
 
         Raises:
             NotServingError: it was not started, or was stopped before.
-            Exception: what kept the engine from being made.
+            Exception: the error that kept the engine from being made.
         """
         if self._ready is None:
             raise NotServingError("ready: the engine was not started; call start first")
@@ -251,7 +251,7 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
-        """Continue a prompt; what has come, as it comes. As `add`, and closed with the iterator."""
+        """Continue a prompt; yield its Deltas as they come. Closing the iterator aborts it."""
         async with await self.add(prompt, params) as stream:
             async for delta in stream:
                 yield delta
@@ -261,10 +261,10 @@ class AsyncEngine:
         return await self.submit(Submission(prompt, params or SamplingParams()))
 
     async def submit(self, *asked: Submission) -> TokenStream:
-        """Queue all that is asked between the same two steps, or none of it.
+        """Queue all submissions between the same two steps, or none of them.
 
         Returns:
-            What comes of it, to be closed; the samples of the first prompt have the first numbers.
+            The stream of their samples, to be closed; those of the first prompt come first.
 
         Raises:
             InvalidArgumentError: as the engine says of one of them; nothing is queued.
@@ -300,9 +300,9 @@ class AsyncEngine:
         return await self._ask(submit_them, open_them, counted=wanted)
 
     def abort(self, stream: TokenStream) -> None:
-        """End what is unfinished of a stream; its blocks are back before the next step. O(samples).
+        """Abort a stream's unfinished samples; their blocks are free before the next step.
 
-        Aborting a finished one changes nothing.
+        Aborting a finished one changes nothing. O(samples).
         """
         left = [s.request for s in stream.samples if self._forget(s, FinishReason.ABORTED)]
         if left:
@@ -310,10 +310,11 @@ class AsyncEngine:
             stream.end(NotServingError("request: aborted"))
 
     async def call(self, run: Callable[[EngineCore], _T]) -> _T:
-        """Run a function on the engine's thread between two steps; what it returns or raises.
+        """Run a function on the engine's thread between two steps; return its result.
 
         Raises:
             NotServingError: the engine has stopped, or is not there yet.
+            Exception: the error of `run`.
         """
         if self._engine is None or self._state is EngineState.STOPPED:
             raise NotServingError(f"call: the engine does not run (state: {self._state.value})")
@@ -323,7 +324,7 @@ class AsyncEngine:
         """Take no more requests, wait for those that are there, and stop.
 
         Returns:
-            How many were cut off, because they had not ended after `deadline_s`.
+            The number of samples cut off, because they had not ended after `deadline_s`.
         """
         if self._state is not EngineState.STOPPED:
             self._state = EngineState.DRAINING
@@ -335,7 +336,7 @@ class AsyncEngine:
         return num_cut
 
     async def ended(self) -> Exception | None:
-        """Wait until the thread has ended, and return what ended it; None: it was stopped.
+        """Wait until the thread has ended, and return its error; None: it was stopped.
 
         Raises:
             NotServingError: it was not started.
@@ -346,7 +347,7 @@ class AsyncEngine:
         return self._fault
 
     async def stop(self) -> None:
-        """End everything, and the thread with it; the step that it is at is waited for."""
+        """End all requests and the thread, after the step that it runs."""
         if self._gone is not None:
             self._inbox.put(None)
             await asyncio.shield(self._gone)
@@ -372,7 +373,7 @@ class AsyncEngine:
             )
 
     async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
-        """The same in tokens, and without stop strings: those are found on this side."""
+        """Return the submissions as tokens without stop strings: the loop looks for those."""
 
         def encoded(one: Submission) -> Submission:
             engine, prompt, params = self.engine, one.prompt, one.params
@@ -389,7 +390,7 @@ class AsyncEngine:
         return await asyncio.to_thread(lambda: list(map(encoded, asked)))
 
     async def _compile(self, asked: Sequence[Submission]) -> list[Compiled]:
-        """Have grammars compiled beside the steps, not between two of them; they are kept."""
+        """Compile grammars beside the steps; none is compiled twice while the caller holds it."""
         grammars = {one.params.grammar for one in asked}
         return [
             await asyncio.wrap_future(self.engine.compile_grammar(grammar))
@@ -409,10 +410,10 @@ class AsyncEngine:
         *,
         counted: Mapping[str | None, int] | None = None,
     ) -> _U:
-        """Let the thread run something and the loop settle it; what came of that.
+        """Run a function on the thread, pass its result to `settle` on the loop, and return that.
 
-        It is settled before anything that a later step gives; a stream without a waiter is
-        closed. Samples that are `counted` are not any more if it fails.
+        `settle` runs before anything that a later step gives; a stream without a waiter is closed.
+        Samples that are `counted` are not any more if it fails.
         """
         waiter: asyncio.Future[_U] = asyncio.get_running_loop().create_future()
 
@@ -442,7 +443,7 @@ class AsyncEngine:
     def _opened(
         self, requests: Sequence[Request], params: Sequence[SamplingParams], arrived_s: float
     ) -> TokenStream:
-        """The stream of requests that were queued; nothing of them has come yet."""
+        """Return the stream of requests that were queued; none of their tokens has come yet."""
         model = self.engine.model
         samples = [
             Sample(number, request, model.open_text(each), arrived_s)
@@ -454,7 +455,7 @@ class AsyncEngine:
         return stream
 
     def _deliver(self, now_s: float, given: Sequence[_Given]) -> None:
-        """Hand out what a step gave."""
+        """Hand out the tokens of a step."""
         stopped: list[Request] = []
         waits: dict[tuple[float, bool], int] = {}  # since when, for a first token: how many
         num_at_once = 0  # behind the first of one step
@@ -498,7 +499,7 @@ class AsyncEngine:
                 self._tell_round()
 
     def _tell_round(self) -> None:
-        """Hand out what is held, and see what that costs: readers run before what is next here."""
+        """Hand out the held tokens, and measure the cost: readers run before the next callback."""
         self._timer = None
         self._pace.begin()
         self._tell_held()
@@ -519,7 +520,7 @@ class AsyncEngine:
         self._inbox.put(_Command(run, _nothing))
 
     def _forget(self, sample: Sample, reason: FinishReason) -> bool:
-        """A sample has ended; whether it was open."""
+        """Note that a sample has ended; return True if it was open."""
         if self._open.pop(sample.request.request_id, None) is None:
             return False
         self._held.pop(sample.request.request_id, None)  # its end is sent with all that is new
@@ -553,7 +554,7 @@ class AsyncEngine:
             self._state = EngineState.READY
 
     def _ended(self, error: Exception | None) -> None:
-        """The thread is at its end: nothing that is or comes into the inbox will be done."""
+        """Fail all requests and commands, as the thread has ended and will run none of them."""
         self._state = EngineState.STOPPED
         self._fault = error
         if self._ready is not None and not self._ready.done():
@@ -600,7 +601,7 @@ class AsyncEngine:
             self._post(functools.partial(self._ended, fault))
 
     def _obey(self, engine: EngineCore) -> bool:
-        """Do what is in the inbox, waiting for it if there is nothing else; False: it is over."""
+        """Run the commands in the inbox, or wait for one if idle; False: the engine has to stop."""
         while True:
             try:
                 command = self._inbox.get(not engine.has_unfinished, engine.patience_s)
@@ -645,7 +646,7 @@ class AsyncEngine:
                 taken.wait(_HAND_OVER_S)
 
     def _recover(self, engine: EngineCore) -> None:
-        """See whether the engine still computes; if not, that is its end."""
+        """Abort all requests and try the engine with a new one; an error of that ends it."""
         _abort_everything(engine)
         engine.generate([[0]], SamplingParams(max_tokens=1, ignore_eos=True))
         self._post(self._recovered)
@@ -664,7 +665,7 @@ class _LoopGoneError(Exception):
 
 
 def _cannot_wait(output: Output) -> bool:
-    """Whether it is a first token or an end."""
+    """Return True if the output has a first token or the end of its request."""
     request = output.request
     num_read = len(request.tokens) - request.num_prompt_tokens
     return request.is_finished or num_read <= len(output.token_ids)

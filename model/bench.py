@@ -40,7 +40,7 @@ python -m model.bench MEASUREMENT --help shows its flags.
 
 
 def bench_flags(name: str) -> Flags:
-    """The flags of one measurement. O(flags)."""
+    """Return the flags of one measurement. O(flags)."""
     declared, words = MEASUREMENTS[name]
     flags = Flags(f"python -m model.bench {name}", f"Measure {words}.")
     flags.add("requests", declared)
@@ -56,8 +56,8 @@ class Options:
     """The command line, parsed.
 
     Attributes:
-        asked: the measurement.
-        model: which is measured, and on what; of no use for a server.
+        asked: the options of the measurement.
+        model: the model that is measured, and its backend; of no use for a server.
         engine: its sizes, likewise.
         report: how results are printed.
     """
@@ -88,7 +88,7 @@ def parse_args(argv: Sequence[str]) -> Options:
 
 
 def help_text() -> str:
-    """The measurements. O(1)."""
+    """Return the measurements. O(1)."""
     rows = [f"  {each:12}{words}" for each, (_, words) in MEASUREMENTS.items()]
     return _HELP.format(measurements="\n".join(rows))
 

@@ -32,7 +32,7 @@ class Options:
 
 
 def chat_flags() -> Flags:
-    """The flags of `python -m model.chat`. O(flags)."""
+    """Return the flags of `python -m model.chat`. O(flags)."""
     flags = Flags("python -m model.chat", "Talk to a model in the terminal.", _EPILOG)
     flags.add("model and hardware", ModelOptions)
     flags.add("conversation", ChatOptions)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LINE_BYTES = 500  # of an error that another rank reports
 _TRIED_TOKENS = 32
-_TRIED = [  # what may be asked of a request; what is not tried waits for the first that asks it
+_TRIED = [  # the parameters tried at the start; code for others loads with the first such request
     SamplingParams(ignore_eos=True),
     SamplingParams(ignore_eos=True, temperature=1.0),
     SamplingParams(ignore_eos=True, temperature=1.0, top_k=20, top_p=0.9),
@@ -221,7 +221,7 @@ class Engine(EngineCore):
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> tuple[list[int], PromptImages | None]:
-        """As `EngineCore`. O(text + pixels)."""
+        """Return the tokens of a conversation, and its images. O(text + pixels)."""
         how: dict[str, Any] = {"opens_answer": opens_answer, "options": options}
         if not images:
             return super().encode_chat(messages, **how)
@@ -296,7 +296,7 @@ class Engine(EngineCore):
 
     @property
     def model(self) -> LoadedModel:
-        """What it runs. O(1)."""
+        """The model that it runs. O(1)."""
         return self._model
 
     def prepare(self) -> str:
@@ -337,12 +337,12 @@ class Engine(EngineCore):
         return prepared.how if ahead is None else f"{prepared.how}; draft model: {ahead.how}"
 
     def describe_memory(self) -> str:
-        """What the caches take, and why; one line. O(num_layers)."""
+        """Return a line on the memory of the caches, and its reason. O(num_layers)."""
         beside = None if self.draft is None else self.draft.network.layout
         return self.memory.describe(self.network.layout, beside)
 
     def empty_cache(self, *, enable_caching: bool) -> None:
-        """As `EngineCore`, of the draft model too. O(contents)."""
+        """Empty the prefix cache, that of the draft model too. O(contents)."""
         super().empty_cache(enable_caching=enable_caching)
         if self.draft is not None:
             self.draft.empty_cache(enable_caching=enable_caching)
@@ -361,13 +361,13 @@ class TwinEngine(TwinCore, Engine):
     """An engine that runs on every rank of a network that was cut.
 
     Args:
-        model: as each rank has loaded it; it has `ranks`.
-        backend: as an engine's.
-        config: as an engine's, the same on every rank.
+        model: the model as each rank has loaded it; it has `ranks`.
+        backend: computes attention on this rank.
+        config: the same on every rank.
         is_checked: compare the block tables of all ranks before every pass; one round trip each.
 
     Raises:
-        InvalidArgumentError: the model is whole, or as an engine.
+        InvalidArgumentError: the model is whole, or as for `Engine`.
         RankLostError: another rank is gone.
     """
 
@@ -384,7 +384,7 @@ class TwinEngine(TwinCore, Engine):
         super().__init__(model, backend, config, ranks=model.ranks, is_checked=is_checked)
 
     def prepare(self) -> str:
-        """As an engine's, on all ranks.
+        """Prepare all ranks as an engine.
 
         Raises:
             RankLostError: another rank is gone.
@@ -393,10 +393,10 @@ class TwinEngine(TwinCore, Engine):
             return super().prepare()
 
     def add_adapter(self, adapter: "Adapter") -> None:
-        """As an engine's, on all ranks or on none; the others read its files meanwhile.
+        """Add an adapter on all ranks or on none; the others read its files meanwhile.
 
         Raises:
-            ModelError: as an engine's, or another rank cannot add it.
+            ModelError: as for `Engine`, or another rank cannot add it.
             RankLostError: another rank is gone.
         """
         self._tell(_Loaded(adapter.text, adapter.version))
@@ -405,7 +405,7 @@ class TwinEngine(TwinCore, Engine):
             raise error
 
     def remove_adapter(self, name: str) -> None:
-        """As an engine's; the other ranks do it before their next step."""
+        """Remove an adapter, on the other ranks before their next step."""
         super().remove_adapter(name)
         self._said.append(_Unloaded(name))
 
@@ -453,14 +453,14 @@ def engine_of(
     *,
     checks_ranks: bool = False,
 ) -> Engine:
-    """An engine on as many ranks as share the model: on one an engine, else twins. As an engine."""
+    """Return an engine, or a twin of the engines on all ranks that share the model."""
     if model.ranks is None:
         return Engine(model, backend, config)
     return TwinEngine(model, backend, config, is_checked=checks_ranks)
 
 
 def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig) -> PagedNetwork:
-    """The network, and what its caches will store."""
+    """Return the network, with the dtype that its caches will store."""
     if config.batch_invariant:
         most = max(config.max_num_batched_tokens, config.max_rows)
         network: PagedNetwork = BatchInvariantNetwork(model, backend, most)
@@ -475,7 +475,7 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
 def _image_encoder(
     model: LoadedModel, network: PagedNetwork, config: EngineConfig
 ) -> ImageEncoder | None:
-    """Runs the vision tower; None: the model takes no images."""
+    """Return the runner of the vision tower; None: the model takes no images."""
     if isinstance(model.images, NoImages):
         return None
     size, windows = config.encoder_cache_bytes, network.layout.windows
@@ -492,27 +492,27 @@ def _add_adapters(network: PagedNetwork, model: LoadedModel, config: EngineConfi
 
 
 def _fitted(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
-    """The configuration with blocks that hold what recurrent layers keep."""
+    """Return the configuration with blocks that hold the states of recurrent layers."""
     block_size = network.layout.fitting_block_size(config.block_size)
     return replace(config, block_size=block_size)
 
 
 def _limited(config: EngineConfig, network: PagedNetwork) -> EngineConfig:
-    """The configuration with as many requests at once as have a block, and a state, each."""
+    """Return the configuration with as many requests at once as have a block, and a state, each."""
     least = 1 + network.layout.blocks_per_state(config.block_size)
     most = min(config.max_num_seqs, max(1, (network.num_blocks - 1) // least))
     return replace(config, max_num_seqs=most)
 
 
 def _event_hash(config: EngineConfig) -> kvcore.HashAlgorithm | None:
-    """Which block hashes events have; with tiers, those that name the copies."""
+    """Return the algorithm of the block hashes in events; with tiers, that of the copies' names."""
     if not config.record_events:
         return None
     return "sha256" if config.has_tiers else "xxh3-128"
 
 
 def _grammars(model: LoadedModel, vocab_size: int, config: EngineConfig) -> Grammars:
-    """What texts of this model may follow; of several ranks the first one measures."""
+    """Return the grammars of a model's texts; of several ranks only the first measures times."""
     leads = model.ranks is None or model.ranks.leads
     describe, ends = model.codec.describe, model.eos_token_ids
     return Grammars(describe, vocab_size, ends, config, measures=leads)
@@ -521,7 +521,7 @@ def _grammars(model: LoadedModel, vocab_size: int, config: EngineConfig) -> Gram
 def _draft_network(
     model: LoadedModel, backend: backends.Backend, config: EngineConfig
 ) -> PagedNetwork | None:
-    """The draft model's network likewise, checked by a sanitizer of its own; None: there is none.
+    """Return the draft model's network likewise, with another sanitizer; None: there is none.
 
     Raises:
         InvalidArgumentError: the model was loaded without its draft model.

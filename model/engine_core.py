@@ -46,12 +46,12 @@ if TYPE_CHECKING:  # torch is not loaded for these
 
 
 class Output:
-    """What a step gives one request: a token, or several with accepted draft tokens.
+    """The tokens that a step gives one request: one, or several with accepted draft tokens.
 
     Attributes:
-        request: whose; its status and finish reason are up to date.
-        token_ids: the tokens that were drawn, in their order; none: its logits were no numbers, and
-            it ended by that.
+        request: the request that they belong to, with its new status and finish reason.
+        token_ids: the sampled tokens, in their order; none: its logits were NaN or infinite, which
+            has ended it.
         chances: the log-probability of each token, and the most likely tokens with theirs; empty
             unless the request asks.
     """
@@ -72,19 +72,19 @@ class Output:
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
-        """The tokens, with how likely they were if their request asks. O(tokens)."""
+        """The tokens, with their log-probabilities if their request asks for them. O(tokens)."""
         if not self.chances:
             return tuple(map(SampledToken, self.token_ids))
         pairs = zip(self.token_ids, self.chances, strict=False)
         return tuple([SampledToken(token, *chance) for token, chance in pairs])
 
     def then(self, later: Output) -> Output:
-        """This and what a later step gave the same request. O(tokens)."""
+        """Return this and the output of a later step for the same request as one. O(tokens)."""
         tokens, chances = self.token_ids + later.token_ids, (*self.chances, *later.chances)
         return Output(self.request, tokens, self._stream, chances)
 
     def take_text(self) -> str:
-        """The request's text that became final since this was last called; often none.
+        """Return the text that became final since the last call; often empty.
 
         Never part of a character. It is decoded now, so a caller that does not need it saves the
         cost. O(tokens since).
@@ -97,7 +97,8 @@ class Completion:
     """A finished request and its text.
 
     Attributes:
-        tokens: each token of its output with how likely it was; empty unless the request asks.
+        tokens: the tokens of its output with their log-probabilities; empty unless the request asks
+            for them.
     """
 
     request: Request
@@ -106,16 +107,16 @@ class Completion:
 
 
 class Model(Protocol):
-    """What an engine needs of its model, such as a `LoadedModel`."""
+    """The parts of a model that an engine needs, such as a `LoadedModel`."""
 
     @property
     def codec(self) -> TextCodec:
-        """Its tokenizer."""
+        """The tokenizer."""
         ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """The tokens that end a text."""
         ...
 
     def open_text(self, params: SamplingParams) -> TextStream:
@@ -124,15 +125,15 @@ class Model(Protocol):
 
 
 class Runner(Protocol):
-    """Runs steps on a device, such as a `StepRunner`."""
+    """A device that runs steps, such as a `StepRunner`."""
 
     @property
     def is_async(self) -> bool:
-        """Whether steps are sent before the tokens of the previous one are read."""
+        """True if steps are sent before the tokens of the previous one are read."""
         ...
 
     def can_defer_read(self, sampling: Sequence[Request]) -> bool:
-        """Whether the next step may be sent before these requests get their tokens."""
+        """Return True if the next step may be sent before these requests get their tokens."""
         ...
 
     def send(
@@ -142,27 +143,27 @@ class Runner(Protocol):
         ...
 
     def copy(self, orders: Sequence[kvcore.CopyOrder]) -> None:
-        """Copy blocks, before whatever a later step does."""
+        """Copy blocks, before anything that a later step does."""
         ...
 
     def discard(self, request: Request) -> None:
-        """Keep nothing of a request that has ended."""
+        """Forget a request that has ended."""
         ...
 
     def encode_images(self, step: Step) -> Mapping[Request, ModelError]:
-        """Run the vision tower for a step's images; which requests it failed for, and why."""
+        """Run the vision tower for a step's images; return the errors of requests that failed."""
         ...
 
 
 class EngineCore:
-    """Runs requests on a device, without knowing what it is made of.
+    """An engine that runs requests on a device, whatever that is made of.
 
     Args:
-        model: its tokenizer and texts.
-        kv: allocates the blocks of the device.
-        scheduler: plans the steps.
-        runner: runs them.
-        grammars: of structured outputs.
+        model: the tokenizer, and the texts of requests.
+        kv: the manager of the device's blocks.
+        scheduler: the planner of steps.
+        runner: runs the steps.
+        grammars: the grammars of structured outputs.
         vocab_size: token ids are below this.
         tiers: host memory and disk behind the pool, the scheduler's too; None: there are none.
 
@@ -170,7 +171,7 @@ class EngineCore:
         kv: as above.
         tiers: as above.
         vocab_size: as above.
-        bad_words: makes those of requests into tokens.
+        bad_words: the reader that makes requests' bad words into tokens.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything left to do. O(1)."""
+        """True if any request is waiting or running. O(1)."""
         return self._scheduler.has_unfinished
 
     @property
@@ -226,7 +227,7 @@ class EngineCore:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that a request may come to for sure, its prompt included. O(1)."""
+        """The number of tokens that a request may surely come to, prompt included. O(1)."""
         return self._scheduler.max_model_len
 
     @property
@@ -236,12 +237,12 @@ class EngineCore:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layers keep recurrent states. O(1)."""
+        """True if some layers have recurrent states. O(1)."""
         return isinstance(self.kv.groups[-1], kvcore.RecurrentState)
 
     @property
     def is_speculative(self) -> bool:
-        """Whether speculative decoding is on. O(1)."""
+        """True if speculative decoding is on. O(1)."""
         return self._scheduler.is_speculative
 
     @property
@@ -258,13 +259,13 @@ class EngineCore:
         """Empty the prefix cache, and turn prefix caching on or off. O(contents).
 
         Args:
-            enable_caching: whether finished blocks are found again, from now on.
+            enable_caching: True if finished blocks are found again, from now on.
         """
         self.kv.reset()
         self.kv.enable_caching = enable_caching
 
     def end(self, *, goes_on: bool = False) -> None:
-        """Say that no more steps come, which other ranks have to know. O(1).
+        """State that no more steps come, which other ranks have to know. O(1).
 
         Tiers store what they lack and are closed, which takes 10 s at most.
 
@@ -322,7 +323,7 @@ class EngineCore:
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> tuple[list[int], PromptImages | None]:
-        """The tokens of a conversation, and its images; from any thread. O(text + pixels).
+        """Return the tokens of a conversation, and its images; from any thread. O(text + pixels).
 
         Args:
             messages: as `TextCodec.encode_chat`, or with parts as `TextCodec.render_chat`.
@@ -430,7 +431,7 @@ class EngineCore:
         return requests
 
     def abort(self, request: Request) -> bool:
-        """End a request now; whether it was unfinished. O(num_unfinished)."""
+        """End a request now; return True if it was unfinished. O(num_unfinished)."""
         self._streams.pop(request.request_id, None)
         self._runner.discard(request)
         is_ended = self._scheduler.abort(request)
@@ -506,7 +507,7 @@ class EngineCore:
         return launched
 
     def _with_encoded(self, step: Step) -> Step:
-        """A step whose images have their outputs; requests whose image has none end, alone."""
+        """Return a step whose images have their outputs; requests whose image fails end alone."""
         errors = self._runner.encode_images(step)
         if not errors:
             return step
@@ -603,7 +604,7 @@ class EngineCore:
     def _read_at_once(self, launched: Flight, before: list[Output]) -> list[Output]:
         """Accept a step before the next one is sent; its outputs joined to those of the last step.
 
-        Each request has one output, so that an end is told with all tokens before it.
+        Each request has one output, so that an end comes with all tokens before it.
         """
         try:
             outputs = self._accept(launched)
@@ -620,7 +621,7 @@ class EngineCore:
         return list(joined.values())
 
     def _verify(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
-        """The tokens behind the first one of each request whose draft tokens were accepted.
+        """Return the tokens behind the first one of each request whose draft tokens were accepted.
 
         Their text is made here: a stop string may end it among them; the tokens behind it are
         dropped.
@@ -641,15 +642,15 @@ class EngineCore:
         return further
 
     def _error(self, request: Request, sampled: Mapping[int, int | None]) -> ModelError | None:
-        """Why a request got no valid token; None: it got one."""
+        """Return the error if a request got no valid token, or None."""
         if sampled[request.request_id] is None:
             return NumericalError("the model's logits for the next token are not finite numbers")
         return None if request.params.grammar is None else self._grammars.error(request)
 
     def _fail(self, request: Request, error: ModelError) -> Output:
-        """End a request by an error of its own.
+        """End one request with an error.
 
-        Where its logits are no numbers, nothing that it has computed is found any more.
+        If its logits were NaN or infinite, nothing that it has computed is found any more.
         """
         stream = self._streams[request.request_id]
         request.error = error

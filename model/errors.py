@@ -1,10 +1,10 @@
-"""What can go wrong in the runner, as types.
+"""The errors of the runner, as types.
 
 Invariants: every error that a user's input can cause is a ModelError with a one-line message that
 names the argument, what was wanted and what came, so a command line can print it without a
 traceback.
 
-Does not know: torch, kvcore or backends; their own errors keep their own types.
+Does not know: torch, kvcore or backends; their errors keep their types.
 """
 
 import re
@@ -15,7 +15,7 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 
 
 def visible(text: str) -> str:
-    r"""Text for a terminal or a log: what would act on them is escaped, as \x1b. O(text).
+    r"""Return text for a terminal or a log: control characters are escaped, as \x1b. O(text).
 
     Text of a file, a model or a request is written there by way of this function.
     """
@@ -23,7 +23,7 @@ def visible(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: its beginning, where it is long. O(repr of it)."""
+    """Return a value for an error message: its beginning, where it is long. O(repr of it)."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4300 digits
@@ -58,7 +58,7 @@ class RequestTooLongError(InvalidArgumentError):
 
 
 class RequestStateError(ModelError):
-    """A request was asked to do something that its status does not allow."""
+    """A call that the status of the request does not allow."""
 
 
 class SchedulerStateError(ModelError):
@@ -85,7 +85,7 @@ class RankLostError(ConnectionError):
     """Another of the processes that share a network is gone; nothing can go on without it.
 
     Attributes:
-        was_told: whether a process has written on stderr already which one it is.
+        was_told: True once a process has written on stderr which one it is.
     """
 
     was_told = False

@@ -23,14 +23,14 @@ from typing import Any, Protocol
 
 
 class Event(Protocol):
-    """Something that one thread waits for: `threading.Event`, say."""
+    """An event that one thread waits for, such as `threading.Event`."""
 
     def set(self) -> None:
-        """It happened."""
+        """Note that it has happened."""
         ...
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has happened, or for `timeout` seconds; whether it has."""
+        """Wait until it has happened, or for `timeout` seconds; return True if it has."""
         ...
 
 
@@ -38,23 +38,23 @@ class Host:
     """The real clock and real threads."""
 
     def now_s(self) -> float:
-        """A clock, in seconds; only differences mean anything. O(1)."""
+        """Return the reading of a clock, in seconds; only differences mean anything. O(1)."""
         return time.perf_counter()
 
     def worked_s(self) -> float:
-        """What this thread has computed so far, in seconds. O(1)."""
+        """Return the processor time of this thread so far, in seconds. O(1)."""
         return time.thread_time()
 
     def start_thread(self, name: str, run: Callable[[], None]) -> None:
-        """Run a function on a thread of its own that does not keep the process alive. O(1)."""
+        """Run a function on a new thread that does not keep the process alive. O(1)."""
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def queue(self) -> SimpleQueue[Any]:
-        """A queue from any thread to one that may wait for it. O(1)."""
+        """Return a queue from any thread to one that may wait for it. O(1)."""
         return SimpleQueue()
 
     def event(self) -> Event:
-        """An event that has not happened. O(1)."""
+        """Return an event that has not happened. O(1)."""
         return threading.Event()
 
 

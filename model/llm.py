@@ -6,7 +6,7 @@
     print(outputs[0].outputs[0].text)
 
 Decides: what of vLLM's `LLM`, `RequestOutput` and `CompletionOutput` there is, and what it is
-called here. What else an engine can be told has the name of a field of `EngineConfig`.
+called here. Other settings of an engine have the names of fields of `EngineConfig`.
 
 Does not know: how tokens come about.
 """
@@ -40,11 +40,11 @@ PromptLike = str | Sequence[int] | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was.
+    """The log-probability of a token.
 
     Attributes:
         logprob: the logarithm of its probability.
-        rank: its place among the most likely ones, from 1; None: it is not among those told.
+        rank: its place among the most likely tokens, from 1; None: it is not among those returned.
         decoded_token: its text.
     """
 
@@ -62,9 +62,9 @@ class CompletionOutput:
         text: cut before a stop string.
         token_ids: all that were drawn.
         finish_reason: "length", "stop" or "error".
-        error: what ended it with "error"; None: nothing has.
-        logprobs: for each token the likely ones in its place, itself among them; None: not asked.
-        cumulative_logprob: of all tokens together; None: not asked.
+        error: the error that ended it with "error", or None.
+        logprobs: for each token the likely ones in its place, itself among them; None: not wanted.
+        cumulative_logprob: of all tokens together; None: not wanted.
     """
 
     index: int
@@ -87,7 +87,7 @@ class RequestOutput:
         outputs: its continuations.
         num_cached_tokens: prompt tokens found in the cache.
         prompt_logprobs: for each prompt token the likely ones in its place, itself among them; None
-            for the first token, and where they were not asked for.
+            for the first token, and where they were not requested.
         finished: True, always.
     """
 
@@ -105,7 +105,7 @@ class LLM:
 
     Args:
         model: a folder, or an id on the hub.
-        backend: what runs attention; "auto": what this machine has.
+        backend: the attention kernels; "auto": those for this machine.
         dtype: of the weights; "auto": float32 on a CPU, bfloat16 on a GPU.
         settings: fields of `EngineConfig`; `enforce_eager` and `gpu_memory_utilization` are
             taken for `eager` and `kv_memory_fraction`.
@@ -145,7 +145,7 @@ class LLM:
             sampling_params: of all of them, or one for each; None: greedy, with the default length.
             cache_salt: cached prefixes are shared only between prompts of the same salt.
             lora_name: the LoRA adapter of `lora` that computes them; None: none does.
-            use_tqdm: whether a bar is drawn, where stderr is a terminal.
+            use_tqdm: True: draw a bar, if stderr is a terminal.
 
         Raises:
             InvalidArgumentError: one of them cannot be run; none is then.
@@ -200,7 +200,7 @@ class LLM:
         ]
 
     def _read(self, prompt: "PromptLike | _Read") -> "_Read":
-        """A prompt of any form, and its images."""
+        """Return a prompt of any form, and its images."""
         if isinstance(prompt, _Read):
             return prompt
         if not isinstance(prompt, Mapping):
@@ -247,7 +247,7 @@ class LLM:
         )
 
     def _logprobs(self, token: SampledToken) -> dict[int, Logprob]:
-        """The likely tokens in the place of one, and itself."""
+        """Return the likely tokens in the place of one, itself included."""
         decode = self.engine.model.codec.decode
         told = {
             number: Logprob(logprob, rank, decode([number]))

@@ -43,7 +43,7 @@ class Request:
 # Full version: model.control.step.Chunk
 @dataclass
 class Chunk:
-    """What one step computes for one request."""
+    """The tokens of one request that a step computes."""
 
     request: Request
     seq: kvcore.KVSequence
@@ -53,7 +53,7 @@ class Chunk:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that it needs: none unless it reaches the end of the known tokens."""
+        """The rows of logits that it needs: none unless it reaches the end of the known tokens."""
         reaches_end = self.start + self.num_tokens == self.seq.num_tokens
         return 1 + len(self.draft_tokens) if reaches_end else 0
 

@@ -1,9 +1,9 @@
-"""How often streams are flushed, so that sending pieces leaves the processor to the engine.
+"""The pace of streams: it leaves the processor to the engine while pieces are sent.
 
 Decides: each round of sending is followed by a pause that is a multiple of its cost: with few
 streams each token is sent at once, with very many several are sent together.
 
-Does not know: what is sent, and to whom.
+Does not know: the pieces, and their readers.
 """
 
 import time
@@ -17,12 +17,12 @@ LONGEST_S = 0.1
 
 
 class Pace:
-    """When the next round of sending is due. It belongs to one thread.
+    """The clock of the rounds of sending. It belongs to one thread.
 
     Args:
-        share: the most of the time that telling may take; 1: each round is due at once.
+        share: the largest share of the time that sending may take; 1: each round is due at once.
         now: the clock, in seconds.
-        worked: what this thread has computed so far, in seconds.
+        worked: the processor time of this thread, in seconds.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Pace:
         self._due_s = -1.0
 
     def wait_s(self) -> float:
-        """How long the next round has to wait, at most `LONGEST_S`; 0: it is due. O(1)."""
+        """Return the seconds until the next round, at most `LONGEST_S`; 0: it is due. O(1)."""
         return max(self._due_s - self._now(), 0.0)
 
     def begin(self) -> None:
-        """A round begins. O(1)."""
+        """Note that a round begins. O(1)."""
         self._began_s = self._now()
         self._before_s = self._worked()
 
     def end(self) -> None:
-        """It is over: what this thread has done since `begin` is its cost. O(1)."""
+        """Note that the round is over: the thread's work since `begin` is its cost. O(1)."""
         cost_s = self._worked() - self._before_s
         rest_s = cost_s / self._share if self._share < 1 else 0.0
         self._due_s = self._began_s + min(rest_s, LONGEST_S)

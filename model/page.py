@@ -2,9 +2,9 @@
 
 Decides: which files there are (a name that is not listed is not there, whatever the disk says),
 their types, and the headers that go with every answer to the page. The page may load scripts,
-styles and images of its own server and nothing else, is shown in no frame, and posts no form.
+styles and images of its server and nothing else, is shown in no frame, and posts no form.
 
-Does not know: who serves it (`view.py` a recorded trace, `model.serve` a running engine).
+Does not know: the server (`view.py` for a recorded trace, `model.serve` for a running engine).
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ HEADERS: Final = {
 
 
 def page_file(name: str) -> tuple[str, bytes]:
-    """The type and the content of a file of the page. O(its size).
+    """Return the type and the content of a file of the page. O(its size).
 
     Raises:
         InvalidArgumentError: the page has no such file.

@@ -1,7 +1,7 @@
-"""What comes back from an asynchronous engine: the samples of prompts, as they come.
+"""The results of an asynchronous engine: the samples of prompts, as they come.
 
-Decides: that text is made when it is taken, so that a slow reader costs less, not more; with stop
-strings at once, because they end a sample.
+Decides: that text is decoded when it is taken, so that a slow reader costs less, not more; with
+stop strings at once, because they end a sample.
 
 Invariants: it belongs to one event loop. Every token is in exactly one `Delta`; a stream ends with
 the last token of its samples, or by an error.
@@ -20,14 +20,14 @@ from model.errors import ModelError
 
 
 class Delta(NamedTuple):
-    """What has come of one sample since it was last asked for.
+    """The new text and tokens of one sample since the last `Delta`.
 
     Attributes:
         sample: its number, from 0.
-        text: what became final; never part of a character.
-        tokens: the tokens drawn, each with how likely it was if the parameters ask.
-        finish_reason: why it has ended; None: it has not.
-        error: what ended it with `FinishReason.ERROR`.
+        text: the text that became final; never part of a character.
+        tokens: the sampled tokens, with log-probabilities if the parameters ask for them.
+        finish_reason: the reason why it has ended; None: it has not.
+        error: the error that ended it with `FinishReason.ERROR`.
     """
 
     sample: int
@@ -42,7 +42,7 @@ class Text(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended it."""
+        """True if a stop string has ended it."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Text(Protocol):
         ...
 
     def take(self) -> str:
-        """Return what became final since the last call."""
+        """Return the text that became final since the last call."""
         ...
 
     def close(self) -> None:
@@ -67,12 +67,12 @@ class Sample:
     """One continuation of a prompt, as the loop sees it.
 
     Attributes:
-        number: among the samples of its stream.
-        request: the engine's; only what never changes of it is read here.
-        tokens: all that have come.
-        finish_reason: None: it goes on.
-        error: its own, if one has ended it.
-        arrived_s, first_s, last_s: when it was asked for, and when its tokens came.
+        number: its number among the samples of its stream.
+        request: the engine's request; only fields that never change are read here.
+        tokens: all tokens so far.
+        finish_reason: the reason why it has ended; None: it goes on.
+        error: the error that has ended it alone.
+        arrived_s, first_s, last_s: the times of its submission, and of its first and last tokens.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class Sample:
         self.arrived_s = self.first_s = self.last_s = arrived_s
         self._text = text
         self._num_taken = 0
-        self._told_reason: FinishReason | None = None  # an error is the stream's, and told by it
+        self._told_reason: FinishReason | None = None  # an error is the stream's, and raised by it
 
     def add(
         self,
@@ -107,7 +107,10 @@ class Sample:
         now_s: float,
         error: ModelError | None = None,
     ) -> bool:
-        """Take what a step gave; whether a stop string ends it here. O(1), more with such."""
+        """Add the tokens of a step; return True if a stop string ends the sample here.
+
+        O(1), and with stop strings O(text).
+        """
         if not self.tokens:
             self.first_s = now_s
         self.last_s, self.error = now_s, error
@@ -124,16 +127,16 @@ class Sample:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended it; None: none has. O(1)."""
+        """The stop string that has ended it, or None. O(1)."""
         return self._text.stop_string
 
     @property
     def has_news(self) -> bool:
-        """Whether tokens have come that were not taken yet. O(1)."""
+        """True if tokens have come that were not taken yet. O(1)."""
         return len(self.tokens) > self._num_taken
 
     def take(self) -> Delta:
-        """What is new; what ended it only where that came with its tokens. O(tokens since)."""
+        """Return what came since the last call. O(tokens since)."""
         tokens = tuple(self.tokens[self._num_taken :])
         self._num_taken += len(tokens)
         return Delta(self.number, self._text.take(), tokens, self._told_reason, self.error)
@@ -142,12 +145,12 @@ class Sample:
 class TokenStream:
     """The samples of one prompt or of several, as they come: an asynchronous iterator of `Delta`.
 
-    A reader that is slow finds all that has come meanwhile in one Delta. Use it in `async with`, or
-    call `close`: what is unfinished then is aborted.
+    A slow reader gets all that came since its last read in one Delta. Use it in `async with`, or
+    call `close`: unfinished samples are aborted then.
 
     Attributes:
         samples: in their order.
-        on_first_token: is called once, when the first token has come.
+        on_first_token: called once, when the first token has come.
     """
 
     def __init__(self, abort: "Callable[[TokenStream], None]", samples: Sequence[Sample]) -> None:
@@ -200,7 +203,7 @@ class TokenStream:
         return self._news.popleft().take()
 
     async def news(self) -> list[Delta]:
-        """Wait for news; all there is then, one Delta a sample. Empty: nothing more will come.
+        """Wait for news; return one Delta for each sample that has some. Empty: nothing more comes.
 
         Raises:
             EngineFaultError: the engine failed.
@@ -212,11 +215,11 @@ class TokenStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything has been taken, to the last token of each sample. O(1)."""
+        """True if everything has been taken, to the last token of each sample. O(1)."""
         return self._num_open == 0 and not self._news and self._error is None
 
     async def whole(self) -> list[Delta]:
-        """Wait for the end; everything of each sample that was not taken before.
+        """Wait for the end; return the rest of each sample that was not taken before.
 
         Raises:
             EngineFaultError: the engine failed.
@@ -233,7 +236,7 @@ class TokenStream:
         return [sample.take() for sample in self.samples]
 
     def close(self) -> None:
-        """Abort what is unfinished. O(samples)."""
+        """Abort the unfinished samples. O(samples)."""
         self._abort(self)
 
     async def _wait_for_news(self) -> None:
@@ -250,7 +253,7 @@ class TokenStream:
             self._waiter = None
 
     def tell(self, sample: Sample) -> None:
-        """There is news of a sample: for who makes the stream. O(samples with news)."""
+        """Note that a sample has news; for the maker of the stream. O(samples with news)."""
         if sample not in self._news:
             self._news.append(sample)
         if sample.finish_reason is not None:
@@ -260,7 +263,7 @@ class TokenStream:
             self._wake()
 
     def end(self, error: Exception) -> None:
-        """There will be no more, for this reason: for who makes the stream. O(1)."""
+        """End the stream with an error; for the maker of the stream. O(1)."""
         self._num_open = 0
         self._error = error
         self._wake()

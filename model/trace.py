@@ -1,8 +1,8 @@
-"""What every step did and when: a recorder, which is a `StepWatch`, and the text of a trace.
+"""The record of every step: a recorder, which is a `StepWatch`, and the text of a trace.
 
-A recorder can look at the pool too, in every step: what `python -m model.view` shows of a trace.
-The time that looking takes is not on its clock. However long a run is, what it keeps of the pool
-is bounded: neighbouring looks are folded into one, and of tokens the first million is kept.
+A recorder can look at the pool too, in every step: `python -m model.view` shows that of a trace.
+The time that looking takes is not on its clock. However long a run is, the memory for the pool's
+record is bounded: neighbouring looks are folded into one, and of tokens the first million is kept.
 
 Invariants: the phases of a step follow one another without gaps inside it; steps never overlap;
 times come from one monotonic clock; a step that raised is not recorded. Nothing is kept, counted
@@ -11,7 +11,7 @@ or timed for an engine that is not recorded.
 On a GPU a pass returns before it is done: there `forward` is the time to launch it, and the wait
 for it falls into the phase that first needs a result.
 
-Does not know: torch, how a step is computed, who looks at the file.
+Does not know: torch, how a step is computed, which program reads the file.
 """
 
 import json
@@ -28,7 +28,7 @@ from model.control.request import Request
 from model.control.step import COMMIT, SCHEDULE, Step
 
 TRACE_BEGINS = '{"displayTimeUnit": "ms", "traceEvents": ['
-"""What a trace file begins with."""
+"""The first characters of a trace file."""
 
 MAX_TEXT_TOKENS = 1_000_000
 """Tokens kept of finished requests, the first ones."""
@@ -36,14 +36,14 @@ _CLOSE_SHARE = 10  # looking at every block takes at most 1/_CLOSE_SHARE of the 
 
 
 class DeviceClock(Protocol):
-    """Tells when a device worked on what was sent to it."""
+    """A clock that knows when a device worked on the passes sent to it."""
 
     def open(self) -> AbstractContextManager[object]:
-        """What the body sends is a range; they are numbered from 0."""
+        """Make a range of all that the body sends to the device; ranges count from 0."""
         ...
 
     def spans(self) -> Mapping[int, tuple[int, int]]:
-        """The begin and end of each range, in nanoseconds of `time.perf_counter_ns`."""
+        """Return the begin and end of each range, in nanoseconds of `time.perf_counter_ns`."""
         ...
 
 
@@ -52,12 +52,12 @@ class StepRecord:
     """One step. Times in nanoseconds of `time.perf_counter_ns`; counts as they were at its end.
 
     Attributes:
-        begin_ns: when it began.
+        begin_ns: the time at which it began.
         laps: each phase with the time at which it ended, in order.
         num_decode_tokens: tokens computed for requests that had one token to compute, with their
             drafts.
         num_prefill_tokens: all others.
-        num_used_blocks: blocks held when the step was planned, its own included.
+        num_used_blocks: blocks held when the step was planned, those for the step included.
         num_running: requests that run.
         num_waiting: requests that do not, preempted ones included.
         num_preemptions: since the scheduler was made.
@@ -80,16 +80,16 @@ class StepRecord:
 
     @property
     def end_ns(self) -> int:
-        """When it was over. O(1)."""
+        """The time at which it was over. O(1)."""
         return self.laps[-1][1]
 
     @property
     def elapsed_ns(self) -> int:
-        """How long it took. O(1)."""
+        """The time that it took. O(1)."""
         return self.end_ns - self.begin_ns
 
     def phases(self) -> list[tuple[str, int, int]]:
-        """Each phase with its begin and end, in nanoseconds. O(phases)."""
+        """Return each phase with its begin and end, in nanoseconds. O(phases)."""
         begins = (self.begin_ns, *[end for _, end in self.laps])
         return [(name, begin, end) for (name, end), begin in zip(self.laps, begins, strict=False)]
 
@@ -99,10 +99,10 @@ class StepRecorder:
 
     Args:
         kv: the cache; its occupancy is noted when a step is planned.
-        schedule: who plans the steps.
+        schedule: the planner of the steps.
 
     Attributes:
-        steps: what was recorded, in order.
+        steps: the recorded steps, in order.
         num_usable_blocks: of the cache.
         before: the cache's counters when the recording began.
         num_preemptions_before: likewise, of the scheduler.
@@ -131,7 +131,7 @@ class StepRecorder:
         self._device = clock
 
     def device_spans(self) -> list[tuple[str, int, int]]:
-        """Phases with the time at which the device began and ended them. O(what the clock does)."""
+        """Return the phases with the times at which the device began and ended them."""
         spans = {} if self._device is None else self._device.spans()
         return [
             (phase, spans[number][0] - paused, spans[number][1] - paused)
@@ -150,9 +150,9 @@ class StepRecorder:
         self._pool = _PoolRecording(self._kv, self._schedule, decode)
 
     def pool_document(self) -> dict[str, object] | None:
-        """What was recorded of the pool (docs/reference/trace-format.md); None if nothing was.
+        """Return the record of the pool (docs/reference/trace-format.md); None: none was made.
 
-        O(what was kept of it).
+        O(the size of the record).
         """
         if self._pool is None:
             return None
@@ -165,7 +165,7 @@ class StepRecorder:
         return 0 if self._pool is None else self._pool.elapsed_ns
 
     def cache_stats(self) -> kvcore.Stats:
-        """The cache's counters now. O(num_blocks)."""
+        """Return the cache's counters now. O(num_blocks)."""
         return self._kv.stats()
 
     def begin(self) -> None:
@@ -220,10 +220,10 @@ class StepRecorder:
 
 
 class _PoolRecording:
-    """Looks at a pool while it is used, and what it has seen.
+    """An observer of a pool while it is used, and its record.
 
     Attributes:
-        elapsed_ns: what all looks have taken.
+        elapsed_ns: the time of all looks.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class _PoolRecording:
         self._close_ns += took_ns if is_close else 0
 
     def document(self, origin_ns: int) -> dict[str, object]:
-        """All of it, with times from an origin."""
+        """Return the whole recording, with times from an origin."""
         now_ns = time.perf_counter_ns() - self.elapsed_ns
         self._log.add(self._frames.look(now_ns / 1e9))
         texts = dict(self._texts)
@@ -281,8 +281,8 @@ def write_trace(out: TextIO, recorder: StepRecorder) -> None:
     Steps and their phases are complete events ("X") of one thread, nested; blocks, requests, tokens
     and the copies in tiers are counters ("C"), of which each holds until the next. Times are
     microseconds from the first step's begin, to the nanosecond; events stand in the order of their
-    times, a step before its phases. When the device worked on a phase is a thread of its own,
-    behind them. What was recorded of the pool stands behind the events, where they do not look.
+    times, a step before its phases. The times of the device are a separate thread, behind
+    them. The record of the pool stands behind the events, where trace viewers do not look.
     """
     steps, num_usable_blocks = recorder.steps, recorder.num_usable_blocks
     origin = steps[0].begin_ns if steps else 0

@@ -1,15 +1,15 @@
-"""One engine on several ranks: what the first one is asked to do, all do.
+"""One engine on several ranks: all ranks take the steps of the first one.
 
-Decides: what the ranks tell each other. Before each step the first rank says which requests have
-come and gone since the last, and nothing else: everything that follows (which blocks, which tables,
-which tokens run) each rank works out by itself, and all come to the same, because the allocator and
-the scheduler know no clock, no `hash` and no order of sets. What tiers have found and done, and
-when, differs: the ranks agree on it (`control/tier_transfers.py`).
+Decides: the messages between the ranks. Before each step the first rank sends the requests that
+have come and gone since the last, and nothing else: everything that follows (which blocks, which
+tables, which tokens run) each rank computes, and all come to the same, because the allocator and
+the scheduler know no clock, no `hash` and no order of sets. The progress of tiers differs between
+ranks: they agree on it (`control/tier_transfers.py`).
 
-Invariants: every rank takes the same steps; no message says which blocks. Sizes are
-agreed once, and where it is asked for, digests of the tables are compared.
+Invariants: every rank takes the same steps; no message names blocks. Sizes are agreed once, and
+with `is_checked` digests of the tables are compared.
 
-Does not know: how a network is cut (`ranks/parallel.py`), who asks.
+Does not know: how a network is cut (`ranks/parallel.py`), where requests come from.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class _Emptied(NamedTuple):
 
 
 class _Tended(NamedTuple):
-    """Transfers go on while no step runs."""
+    """A turn of transfers while no step runs."""
 
 
 class _Ended(NamedTuple):
@@ -44,7 +44,7 @@ class _Ended(NamedTuple):
 
 
 class _Aside(list[object]):
-    """What is done without a step afterwards."""
+    """A message of commands that no step follows."""
 
 
 def _forget(requests: list[Request]) -> None:
@@ -56,28 +56,28 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """The number of this rank."""
         ...
 
     @property
     def leads(self) -> bool:
-        """Whether this one has the requests."""
+        """True if this rank has the requests."""
         ...
 
     def broadcast(self, message: object = None) -> object:
-        """Give all the message of the first; return it."""
+        """Give all ranks the message of the first one; return it."""
         ...
 
     def all_gather(self, content: bytes) -> Sequence[bytes]:
-        """Return what each has given, by rank."""
+        """Return the content that each rank has given, by rank."""
         ...
 
     def disarm(self) -> None:
-        """This process ends in order."""
+        """State that this process ends in order: its end is no loss."""
         ...
 
     def detecting_loss(self, *, or_fail: bool = False) -> AbstractContextManager[None]:
-        """Errors inside are raised as the loss of another process, if one is gone."""
+        """Raise errors of the body as the loss of another process, if one is gone."""
         ...
 
 
@@ -87,9 +87,9 @@ class TwinCore(EngineCore):
     The first rank is used as any engine is, and `end`ed at last; the others `follow`.
 
     Args:
-        ranks: the processes that do the same.
+        ranks: the processes that take the same steps.
         is_checked: compare the block tables of all ranks before every pass; one round trip each.
-        made: what the engine is made from.
+        made: the arguments of the engine's class.
     """
 
     def __init__(self, *made: Any, ranks: Group, is_checked: bool = False) -> None:  # noqa: ANN401
@@ -101,17 +101,20 @@ class TwinCore(EngineCore):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank has the requests. O(1)."""
+        """True if this rank has the requests. O(1)."""
         return self._ranks.leads
 
     def submit(self, asked: Submission) -> list[Request]:
-        """As an engine's; the other ranks do it before their next step. O(samples * prompt)."""
+        """Submit as an engine does, on the other ranks before their next step.
+
+        O(samples * prompt).
+        """
         requests = super().submit(asked)
         self._said.append(dataclasses.replace(asked, prompt=list(requests[0].tokens)))
         return requests
 
     def abort(self, request: Request) -> bool:
-        """As an engine's; the other ranks do it before their next step. O(num_unfinished)."""
+        """Abort as an engine does, on the other ranks before their next step. O(num_unfinished)."""
         is_ended = super().abort(request)
         if is_ended:
             self._said.append(_Aborted(request.request_id))
@@ -120,7 +123,7 @@ class TwinCore(EngineCore):
         return is_ended
 
     def step(self) -> list[Output]:
-        """As an engine's, on all ranks.
+        """Run a step as an engine does, on all ranks.
 
         Raises:
             StalledError: nothing can run although something is unfinished.
@@ -135,12 +138,15 @@ class TwinCore(EngineCore):
         return [*outputs, *overrun]
 
     def empty_cache(self, *, enable_caching: bool) -> None:
-        """As an engine's; the other ranks do it before their next step. O(contents)."""
+        """Empty the cache as an engine does, on the other ranks before their next step.
+
+        O(contents).
+        """
         super().empty_cache(enable_caching=enable_caching)
         self._said.append(_Emptied(enable_caching))
 
     def tend(self) -> None:
-        """As an engine's, on all ranks; while requests are unfinished, steps do it."""
+        """Go on with transfers on all ranks; while requests are unfinished, steps do it."""
         if self.tiers is None or self.has_unfinished:
             return
         if self._said or self.tiers.has_work:
@@ -151,7 +157,7 @@ class TwinCore(EngineCore):
         """Let the other ranks come back from `follow`. One message; tiers close as an engine's.
 
         Args:
-            goes_on: what they are told: whether the network is used once more.
+            goes_on: True if the network is used once more; `follow` returns it on other ranks.
         """
         self._ranks.broadcast(_Ended(goes_on))
         super().end(goes_on=goes_on)
@@ -159,11 +165,10 @@ class TwinCore(EngineCore):
             self._ranks.disarm()
 
     def follow(self, note: Callable[[list[Request]], object] = _forget) -> bool:
-        """Do what the first rank does, until it ends; what `end` was told.
+        """Do what the first rank does, until it ends; return the `goes_on` of its `end`.
 
         Args:
-            note: is given the requests as they come, in order; nothing here keeps one that has
-                ended.
+            note: gets the requests as they come, in order; no reference to ended ones is kept here.
 
         Raises:
             RankLostError: another rank is gone.
@@ -181,7 +186,7 @@ class TwinCore(EngineCore):
         return said.goes_on
 
     def _tell(self, said: object) -> None:
-        """Have the other ranks do this now, and not before their next step. One message."""
+        """Have the other ranks do this now, not before their next step. One message."""
         self._ranks.broadcast(_Aside([*self._said, said]))
         self._said = []
 
@@ -198,7 +203,7 @@ class TwinCore(EngineCore):
                 super().abort(self._unfinished(said.request_id))
 
     def _unfinished(self, request_id: int) -> Request:
-        """The request of this number, which the first rank has found unfinished. O(num_unfinished).
+        """Return the request of this number, unfinished on the first rank. O(num_unfinished).
 
         Raises:
             RanksDivergedError: it has ended here.

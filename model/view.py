@@ -28,7 +28,7 @@ _JSON = "application/json; charset=utf-8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewOptions:
-    """How a trace is shown."""
+    """The settings of the page that shows a trace."""
 
     port: int = setting(
         0, help="port to listen on; 0: any free port", least=0, most=2**16 - 1, is_common=True
@@ -115,7 +115,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def make_server(trace: Trace, port: int) -> http.server.ThreadingHTTPServer:
-    """A server of a trace on this machine; port 0 takes a free one.
+    """Return a server of a trace on this machine; port 0 takes a free one.
 
     Raises:
         UsageError: the port is taken.

@@ -35,7 +35,7 @@ def run(
 
     The whole takes one to two minutes on a CPU backend; nothing of the backend's state is assumed.
     `shard` (i, n) runs every n-th case from the i-th on; the shards together are the kit.
-    `tell` is called with how far it is, at most every two seconds.
+    `tell` is called with the progress, at most every two seconds.
     """
     findings: list[Finding] = []
     index, count = shard

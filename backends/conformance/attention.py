@@ -148,7 +148,7 @@ def _shared(base: AttentionCase) -> tuple[AttentionCase, ...]:
 
 
 def _shapes(base: AttentionCase) -> list[AttentionCase]:
-    """What kernels are cut by: batches of every mixture, few tokens over long contexts, sizes."""
+    """Return cases of all shapes: mixed batches, few tokens over long contexts, all sizes."""
     many = ((1, 2100), (1, 9), (1, 700), (1, 1), (1, 260), (1, 33))
     cases = [
         base.with_(name="ragged", seqs=many),
@@ -251,7 +251,7 @@ def _latent_cases(*, quick: bool, quantised: bool = False) -> tuple[AttentionCas
 def _strays(
     inputs: AttentionInputs, before: list[torch.Tensor], edges: torch.Tensor, live: int
 ) -> str:
-    """Which memory changed that had no reason to; empty: none."""
+    """Return the name of memory that changed without a reason, or "" if none did."""
     caches = ["cache.k", "cache.v"][: len(inputs.cache.tensors)]
     names = ["query", *caches, "query_start_loc", "seq_lens", "block_table", "slot_mapping"]
     names += ["sinks or scales"] * (len(inputs.guarded) - len(names))

@@ -53,10 +53,10 @@ class AttentionCase:
     """Above 0: a cache of latents whose first `value_dim` numbers are values; one KV head."""
     shared: int = 0
     """Positions at the start, whole blocks of them, that all sequences share before their query
-    tokens, and the batch says so."""
+    tokens, as the batch's `shared_prefix` states."""
     shared_now: tuple[int, int, int] | None = None
-    """What the device holds of that: the first sequence, past the last one, positions. The batch
-    itself then says what they are at most. None: it says what they are."""
+    """The `now` of the shared prefix: the first sequence, the one past the last, the positions. The
+    batch's other fields are then upper limits. None: those fields are exact."""
     batch_invariant: bool = False
     strided: bool = False
     """Query, output and caches are views with gaps."""
@@ -66,7 +66,7 @@ class AttentionCase:
 
     @property
     def layout(self) -> KVLayout:
-        """What a slot of the cache holds."""
+        """The layout of a token in its slot of the cache."""
         dtype = self.cache_dtype or self.dtype
         value_dim = self.value_dim or self.head_dim
         return KVLayout(

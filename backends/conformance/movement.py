@@ -1,6 +1,6 @@
 """Checks of the operations that only move: stores, block copies, slots. Exact, over whole caches.
 
-Every element carries a pattern of its own, the rest of memory another one, and the whole memory is
+Every element has a different pattern, the rest of memory another one, and the whole memory is
 compared bit by bit, so that a stray write shows wherever it lands.
 """
 

@@ -1,4 +1,4 @@
-"""What a conformance run found: one record a check and case, printable and as JSON."""
+"""The findings of a conformance run: one record a check and case, printable and as JSON."""
 
 from dataclasses import asdict, dataclass
 
@@ -16,7 +16,7 @@ class Finding:
     case: str
     passed: bool
     detail: str = ""
-    """Why it failed; empty if it passed."""
+    """The reason why it failed; empty if it passed."""
     ratio: float | None = None
     """Error over the error allowed, where the check measures one."""
 
@@ -31,7 +31,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed, and there was one."""
+        """True if there was a check, and every one passed."""
         return bool(self.findings) and all(finding.passed for finding in self.findings)
 
     @property

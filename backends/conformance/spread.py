@@ -45,7 +45,7 @@ def spread_cases(can: Capabilities, largest: int) -> Iterator[AttentionCase]:
     """Each size with each other, once in a cache of the query's dtype and once in each quantised.
 
     Args:
-        can: which dtypes there are.
+        can: the capabilities, with their dtypes.
         largest: no case costs much more (`AttentionCase.cost`): contexts are as short as it asks.
     """
     for cache_dtype in (None, *can.quantised):

@@ -31,8 +31,8 @@ from backends.states import (
 )
 
 MODES = ("new", "same", "first", "peek", "shared", "nowhere")
-"""What a sequence does: reads its slot and writes another one; the same one; reads none; writes
-none; reads the first sequence's slot; neither reads nor writes."""
+"""The modes of a sequence: it reads its slot and writes another one; reads and writes the same one;
+reads none; writes none; reads the first sequence's slot; neither reads nor writes."""
 LAYERS = ("conv", "delta", "KDA", "mamba")
 """A short convolution; the delta rule; with a decay per channel; a gate without the delta rule."""
 
@@ -58,8 +58,8 @@ class StateCase:
     extreme: bool = False
     """Decays that keep all or nothing, beta of 0 to 2, large inputs."""
     pages: str = "whole"
-    """How slots lie: whole (side by side); aligned (in larger pages); odd (likewise, on no multiple
-    of anything, and rows are views with gaps)."""
+    """The layout of slots: whole (side by side); aligned (in larger pages); odd (in pages at no
+    multiple of anything, and rows are views with gaps)."""
     query_len: int = 1
     """The most rows of a sequence. From 2 on every third one has one less, and behind all of them
     lies a row that belongs to none."""

@@ -28,7 +28,7 @@ from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch
 
 
 class NumbaBackend:
-    """Serial numba kernels over slices of the work; see `backends.Backend` for the operations."""
+    """A backend of serial numba kernels over slices of the work, in threads."""
 
     __slots__ = (
         "_attention_plans", "_conv_plans", "_sparse_plans", "_state_plans", "_store_plans",
@@ -49,7 +49,7 @@ class NumbaBackend:
         max_index_dim=1 << 16,
         max_chosen=1 << 30,
     )
-    """Three dtypes and e4m3 caches; sizes without a limit of its own."""
+    """Three dtypes and e4m3 caches; the kernels set no limit to sizes."""
 
     def __init__(self) -> None:
         self._workers = Workers()
@@ -62,7 +62,7 @@ class NumbaBackend:
     def store_kv(
         self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
     ) -> None:
-        """See `Backend.store_kv`."""
+        """Write each token's key and value into its slot; negative slots are skipped."""
         store_kv(self, self._workers, self._store_plans, key, value, cache, slot_mapping)
 
     def paged_attention(
@@ -74,13 +74,13 @@ class NumbaBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `Backend.paged_attention`."""
+        """Compute causal attention of every query row over the cached keys of its sequence."""
         return paged_attention(
             self, self._workers, self._attention_plans, query, cache, batch, terms, out
         )
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
-        """See `Backend.copy_blocks`."""
+        """Copy whole blocks inside each cache."""
         copy_blocks(self, self._workers, caches, copies)
 
     def compute_slot_mapping(
@@ -91,7 +91,7 @@ class NumbaBackend:
         block_size: int,
         out: Tensor,
     ) -> None:
-        """See `Backend.compute_slot_mapping`."""
+        """Compute the slots of the step's new tokens; the rest of `out` becomes -1."""
         compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out)
 
     def short_conv_step(
@@ -103,7 +103,7 @@ class NumbaBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `StateBackend.short_conv_step`."""
+        """Convolve each sequence's new tokens with the inputs before them."""
         return short_conv_step(self, self._workers, self._conv_plans, x, state, batch, terms, out)
 
     def linear_attention_step(
@@ -119,7 +119,7 @@ class NumbaBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `StateBackend.linear_attention_step`."""
+        """Decay the state, add key and value, read it with the query; token after token."""
         rows = (query, key, value, decay, beta)
         return linear_attention_step(
             self, self._workers, self._state_plans, rows, state, batch, terms, out
@@ -129,13 +129,13 @@ class NumbaBackend:
         self, query: Tensor, weights: Tensor, cache: KVCache, batch: PagedBatch,
         first_row: int, out: Tensor,
     ) -> None:  # fmt: skip
-        """See `SparseBackend.score_index`."""
+        """Score the tokens that some rows see: `out[i, p]` of row `first_row + i`, position p."""
         score_index(
             self, self._workers, self._sparse_plans, query, weights, cache, batch, first_row, out
         )
 
     def choose_tokens(self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor) -> None:
-        """See `SparseBackend.choose_tokens`."""
+        """Write the positions of each row's highest scores, in ascending order, then -1."""
         choose_tokens(self, self._workers, self._sparse_plans, scores, batch, first_row, out)
 
     def attend_chosen(
@@ -148,11 +148,11 @@ class NumbaBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `SparseBackend.attend_chosen`."""
+        """Compute attention of every query row over its chosen tokens."""
         return attend_chosen(self, query, cache, batch, chosen, terms, out)
 
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
-        """See `Backend.warmup`."""
+        """Compile the kernels that calls of these layers need, for any number of tokens."""
         _ = max_num_seqs, max_query_len  # no kernel here depends on a size
         warm_up(self, layers)
 

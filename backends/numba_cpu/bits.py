@@ -2,7 +2,7 @@
 
 Numba knows no float16, bfloat16 or float8 on a CPU, so kernels see bits: float32 as itself,
 bfloat16 as uint16, float16 as int16, float8_e4m3fn as uint8. `widen` and `narrow` convert, chosen
-by the array's type; both vectorise. A tensor enters as its address, asked for in every call, and a
+by the array's type; both vectorise. A tensor enters as its address, read in every call, and a
 tag that says what lies there (`TAGS`, `WORD_TAGS`); `at` makes an array of the two. Nothing on the
 way owns memory or outlives the call, and no Python object is made for it.
 

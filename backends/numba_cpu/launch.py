@@ -1,4 +1,4 @@
-"""What the launchers share: plans of calls that were checked before, threads, scales.
+"""The common part of the launchers: plans of calls that were checked before, threads, scales.
 
 Plans: a call whose tensors have the shapes, strides, dtypes and devices of an earlier call keeps
 the contract as that one did, except for its numbers and values; its strides and sizes are those of
@@ -9,7 +9,7 @@ depends on its signature alone, and holds no tensor and no address.
 Threads: kernels are serial and release the GIL, so plain threads over slices of the work are
 enough, and the traps of numba's threading layers (aborts on concurrent use, dead children after a
 fork, stalls on a crowded machine) do not arise. Invariants: any number of threads may call at once;
-a forked child gets threads of its own; the calling thread works too.
+a forked child makes new threads; the calling thread works too.
 
 Scales: a cache that is not quantised has scales of 1, by which multiplying changes no bit.
 
@@ -48,7 +48,7 @@ class Plans(dict[Hashable, _P]):
 
 
 def sign(*tensors: Tensor | None) -> Hashable:
-    """What argument checks and plans look at: everything of tensors but values and addresses."""
+    """Return the inputs of checks and plans: all about tensors but their values and addresses."""
     signs: list[Hashable] = []
     for tensor in tensors:
         if tensor is None:

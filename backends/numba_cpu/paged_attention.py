@@ -14,7 +14,7 @@ permutation of the blocks and any number of threads.
 Bytes moved: K and V once an item (up to 16 rows a KV head, or about 256). Sums are float32; error:
 at most what `backends.oracle` allows. Offsets are int64. Values are checked before anything is
 written: query_start_loc, lengths, table entries. Shapes are checked once a signature; addresses are
-asked for in every call.
+read in every call.
 """
 
 import zlib
@@ -46,7 +46,7 @@ SERIAL_COST = 1 << 18  # multiply-adds below which a second thread costs more th
 
 
 class _Kernels(NamedTuple):
-    """What is compiled here; tensors come as their addresses."""
+    """The compiled functions of this file; they take tensors as addresses."""
 
     prepare: Callable[..., tuple[int, int, int, int, int]]
     attend: Callable[..., None]
@@ -154,7 +154,7 @@ def _kernels(source_digest: int) -> _Kernels:
 
 
 class AttentionPlan(NamedTuple):
-    """What is known of calls with one signature."""
+    """The checked arguments of all calls with one signature."""
 
     tags: tuple[Tag, Tag]  # of query and out, of the caches
     strides: tuple[int, ...]  # query 2, k_cache 3, v_cache 3, out 2
@@ -284,7 +284,7 @@ def _prepare(
 
 
 def _check_shared(batch: PagedBatch, prefix: SharedPrefix, block_size: int) -> None:
-    """It is said for backends that read a prefix once; here it is only checked."""
+    """Raise unless all sequences of a shared prefix have its blocks; numba does not need it."""
     first, last, num_tokens = (
         prefix.first_seq,
         prefix.first_seq + prefix.num_seqs,

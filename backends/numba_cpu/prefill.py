@@ -54,7 +54,7 @@ def _pack_values(
 
 @jit()
 def _most_keys(first: int, stop: int, group: int) -> int:
-    """How many keys more than the item's first row the last of `ROWS_AT_ONCE` rows sees, plus 1."""
+    """Return 1 + the keys that the last of `ROWS_AT_ONCE` rows sees beyond the item's first."""
     return (min(first + ROWS_AT_ONCE, stop) - 1) // group + 1
 
 

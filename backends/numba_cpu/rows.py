@@ -85,7 +85,7 @@ def find_keys(
     v_offsets: Longs,
     head: int,
 ) -> None:
-    """Where a head's keys and values start; others stand in outside skip .. live - 1."""
+    """Find the offsets of a head's keys and values; outside skip .. live - 1 the nearest ones."""
     for t in range(TILE):
         position = tile + min(max(t, skip), live - 1)
         block_id = np.int64(table[position // block_size])

@@ -1,4 +1,4 @@
-"""Which thread computes what: query tiles, their cost, slices of equal cost; and what is wrong.
+"""The work of each thread: query tiles, their cost, slices of equal cost; and a batch's checks.
 
 An item is up to `tile_tokens` consecutive query tokens of one sequence; a unit is an item and a KV
 head, numbered item * num_kv_heads + head. The cost of an item is the keys it visits. Also checks
@@ -25,7 +25,7 @@ FAULTS = (
     "seq_lens",
     "block_table",
 )
-"""What `check_batch` can find, by its first result."""
+"""The fields that `check_batch` may find wrong, by its first result; the first: none is."""
 
 
 @jit()

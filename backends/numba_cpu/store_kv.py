@@ -91,7 +91,7 @@ def _quantise(
 
 
 class _Kernels(NamedTuple):
-    """What is compiled here; tensors come as their addresses."""
+    """The compiled functions of this file; they take tensors as addresses."""
 
     past_the_end: Callable[..., int]
     scatter: Callable[..., None]
@@ -155,7 +155,7 @@ def _kernels(source_digest: int) -> _Kernels:
 
 
 class StorePlan(NamedTuple):
-    """What is known of calls with one signature."""
+    """The checked arguments of all calls with one signature."""
 
     layout: Layout
     num_slots: int

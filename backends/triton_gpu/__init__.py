@@ -65,7 +65,7 @@ def load() -> "TritonBackend":
 
 
 def interpreter_fault(triton_version: str, numpy_version: str) -> str:
-    """Why Triton's interpreter cannot run our kernels with these versions; empty: it can.
+    """Return why Triton's interpreter cannot run our kernels with these versions, or "".
 
     Before 3.7 it turns the bounds of a loop into Python numbers in a way that numpy 2.4 refuses.
     """

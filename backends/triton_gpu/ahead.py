@@ -1,4 +1,4 @@
-"""Compiling a warm-up's kernels side by side, in processes of their own.
+"""Compiling a warm-up's kernels side by side, in other processes.
 
 Triton's compiler holds Python's lock for half of its time, so threads wait for each other and for
 whatever else a process does before its first request. So a helper process is started, which loads
@@ -41,15 +41,15 @@ _END_S = 5.0
 MOST_CHILDREN = 16
 """Each takes some 150 MB, and its assembler as much."""
 PATIENCE_S = 60.0
-"""How long none of them finishes a call before the caller goes on without them."""
+"""The time without a finished call after which the caller goes on without the processes."""
 JOB_S = 180.0
-"""How long a helper waits for a warm-up, if none comes and its caller does not end it."""
+"""The time that a helper waits for a warm-up, if none comes and its caller does not end it."""
 SOON_S = 0.15
 """A call that takes longer compiles a kernel: reading one from disk takes a few hundredths."""
 
 
 Calls = Callable[[Place], Sequence[Callable[[], object]]]
-"""What makes calls that launch kernels at a place; for another process to find by its name."""
+"""A function that returns calls to make at a place; another process finds it by its name."""
 
 
 def expect() -> None:
@@ -126,7 +126,10 @@ class _Compilers:
         self._listen(helper, job)
 
     def _is_needed(self) -> bool:
-        """Whether a call takes long; waits for one, unless no kernel was on disk."""
+        """Return True once a call takes long; at once if no kernel was on disk.
+
+        False if the calls end first.
+        """
         made = -1 if _has_kernels() and not expecting() else self.num_made
         while made != self.num_made:
             made = self.num_made
@@ -135,7 +138,10 @@ class _Compilers:
         return True
 
     def next_finished(self) -> int | None:
-        """The number of a call whose kernels are on disk; None: none has come for long, or will."""
+        """Return the number of a call whose kernels are on disk, or None.
+
+        None: none has come for `PATIENCE_S`, or none will.
+        """
         with suppress(Empty):
             return self._finished.get(timeout=PATIENCE_S)
         return None
@@ -214,7 +220,7 @@ def _say(line: bytes) -> None:
 
 
 class _Elsewhere(Place):
-    """Where kernels are compiled for a GPU of another process, and not launched."""
+    """A place that compiles kernels for a GPU of another process and does not launch them."""
 
     __slots__ = ("_gpu",)
 
@@ -226,11 +232,11 @@ class _Elsewhere(Place):
         self._gpu = gpu
 
     def gpu(self, _device: torch.device) -> Gpu:
-        """The other process's."""
+        """Return the properties of the other process's GPU."""
         return self._gpu
 
     def starter(self, kernel: Kernel, grid: tuple[int, int, int]) -> Callable[..., object]:
-        """What compiles a kernel for its arguments."""
+        """Return the call that compiles a kernel for its arguments."""
         return partial(_compile, kernel, grid)
 
 
@@ -248,22 +254,22 @@ def _compile(
 
 
 class _Driver:
-    """What Triton's compiler asks of a driver."""
+    """The part of a driver that Triton's compiler uses."""
 
     def __init__(self, gpu: Gpu) -> None:
         major, minor = gpu.capability
         self._target = GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
+        """Return the target to compile for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return 0, the only device."""
         return 0
 
     def get_current_stream(self, _device: int) -> int:
-        """The default one."""
+        """Return 0, the default stream."""
         return 0
 
 

@@ -58,7 +58,7 @@ class TritonBackend:
     def store_kv(
         self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
     ) -> None:
-        """See `Backend.store_kv`."""
+        """Write each token's key and value into its slot; negative slots are skipped."""
         store_kv(self, self._place, key, value, cache, slot_mapping)
 
     def paged_attention(
@@ -70,11 +70,11 @@ class TritonBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `Backend.paged_attention`."""
+        """Compute causal attention of every query row over the cached keys of its sequence."""
         return paged_attention(self, self._place, query, cache, batch, terms, out)
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
-        """See `Backend.copy_blocks`."""
+        """Copy whole blocks inside each cache."""
         copy_blocks(self, self._place, caches, copies)
 
     def compute_slot_mapping(
@@ -85,7 +85,7 @@ class TritonBackend:
         block_size: int,
         out: Tensor,
     ) -> None:
-        """See `Backend.compute_slot_mapping`."""
+        """Compute the slots of the step's new tokens; the rest of `out` becomes -1."""
         compute_slot_mapping(
             self, self._place, query_start_loc, seq_lens, block_table, block_size, out
         )
@@ -99,7 +99,7 @@ class TritonBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `StateBackend.short_conv_step`."""
+        """Convolve each sequence's new tokens with the inputs before them."""
         return short_conv_step(self, self._place, x, state, batch, terms, out)
 
     def linear_attention_step(
@@ -115,7 +115,7 @@ class TritonBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `StateBackend.linear_attention_step`."""
+        """Decay the state, add key and value, read it with the query; token after token."""
         rows = (query, key, value, decay, beta)
         return linear_attention_step(self, self._place, rows, state, batch, terms, out)
 
@@ -123,11 +123,11 @@ class TritonBackend:
         self, query: Tensor, weights: Tensor, cache: KVCache, batch: PagedBatch,
         first_row: int, out: Tensor,
     ) -> None:  # fmt: skip
-        """See `SparseBackend.score_index`."""
+        """Score the tokens that some rows see: `out[i, p]` of row `first_row + i`, position p."""
         score_index(self, self._place, query, weights, cache, batch, first_row, out)
 
     def choose_tokens(self, scores: Tensor, batch: PagedBatch, first_row: int, out: Tensor) -> None:
-        """See `SparseBackend.choose_tokens`."""
+        """Write the positions of each row's highest scores, in ascending order, then -1."""
         choose_tokens(self, self._place, scores, batch, first_row, out)
 
     def attend_chosen(
@@ -140,9 +140,12 @@ class TritonBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `SparseBackend.attend_chosen`."""
+        """Compute attention of every query row over its chosen tokens."""
         return attend_chosen(self, self._place, query, cache, batch, chosen, terms, out)
 
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
-        """See `Backend.warmup`."""
+        """Compile the kernels that calls of these layers need, so that none waits for a compiler.
+
+        Without layers, start what a later call with layers will need. O(1).
+        """
         warm_up(TritonBackend, self._place, layers, max_num_seqs, max_query_len)

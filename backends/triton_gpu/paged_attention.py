@@ -11,7 +11,7 @@ is never split. `cascade` reads a shared prefix where that pays.
 Batch-invariant: decode takes every sequence of one query token and cuts it by its own length.
 Prefill chooses its tiles by what all calls of a layer have in common, not by the batch. No cascade.
 
-A cache of latents has kernels of its own (`latent`).
+A cache of latents has other kernels (`latent`).
 
 A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
 
@@ -157,7 +157,7 @@ def plan_attention(
 
 
 def cuts_keys(plan: Launch | hopper_prefill.Plan, batch: PagedBatch) -> bool:
-    """Whether prefill takes sequences of one query token too, so that decode is not launched.
+    """Return True if prefill serves sequences of one query token too: decode is not launched.
 
     Where it may cut the keys of a few sequences: it reads those of one token more slowly than
     decode does, and that costs less than two more launches.

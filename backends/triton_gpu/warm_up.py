@@ -49,7 +49,7 @@ def warm_up(
 
     Args:
         backend_at: the backend's class.
-        place: where to call.
+        place: the place of the launches.
         layers: how layers will call; none: they are not known yet.
         max_num_seqs: the most sequences of a batch.
         max_query_len: the most query tokens of a sequence.

@@ -1,1 +1,1 @@
-"""What identifies content: token ids, multimodal items, namespaces, block hashes."""
+"""The identity of content: token ids, multimodal items, namespaces, block hashes."""

@@ -141,7 +141,7 @@ def encode_items(
 def decode_items(encoded: Sequence[bytes], block_size: int) -> tuple[MultimodalItem, ...]:
     """Return the items of which `encode_items` made these bytes, for blocks from number 0 on.
 
-    What reached beyond them is cut off. O(blocks + rows).
+    Items that reach beyond them are cut off. O(blocks + rows).
     """
     items: list[MultimodalItem] = []
     for number, block in enumerate(encoded):
@@ -166,7 +166,7 @@ def cut_encoded(encoded: bytes, num_rows: int) -> bytes:
 
     Args:
         encoded: the items of one block.
-        num_rows: how many of its tokens to look at, from its beginning.
+        num_rows: the number of its first tokens to look at.
     """
     kept: list[bytes] = []
     start = 0

@@ -1,4 +1,4 @@
-"""Who may share a block: namespaces, and their canonical encoding.
+"""Namespaces, which say who may share a block, and their canonical encoding.
 
 A prefix hit compares the encoding whole, so identity is exact:
 
@@ -36,8 +36,8 @@ class Namespace:
     Attributes:
         salt: a tenant's secret; requests with different salts never meet.
         lora_name: the adapter, or None for the base model (an adapter named "" is another thing).
-        lora_version: which content that adapter name stands for now.
-        weight_epoch: which version of the base weights computed the KV.
+        lora_version: the version of the adapter behind that name.
+        weight_epoch: the version of the base weights that computed the KV.
 
     Raises:
         InvalidArgumentError: a field has the wrong type or is out of range.

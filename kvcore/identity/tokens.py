@@ -21,13 +21,16 @@ MAX_TOKEN: Final = 2**32 - 1
 
 
 class TokenArray(Protocol):
-    """What arrays of numpy and tensors of torch have, and no text."""
+    """An array of token ids: the methods that arrays of NumPy and tensors of torch share.
+
+    A `str` has no `tolist`, so it is none.
+    """
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of tokens."""
 
     def __iter__(self) -> Iterator[SupportsIndex]:
-        """Go through them."""
+        """Iterate over the tokens."""
 
     def tolist(self) -> object:
         """Return them as a list."""

@@ -35,7 +35,7 @@ class BlockReport:
         state: EMPTY, CACHED or HELD.
         num_holders: the number of sequences and leases that hold it.
         sequences: the sequences among them, oldest first.
-        can_be_hit: whether a sequence with the same prefix would share it.
+        can_be_hit: True if a sequence with the same prefix would share it.
         group: the layer group of its content; 0 if it has none.
         start: the position of its first token.
         tokens: its known tokens, those without KV included; of a piece of a recurrent state that is

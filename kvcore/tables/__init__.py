@@ -1,1 +1,1 @@
-"""What a layer group sees: block tables, attention windows, slot mappings."""
+"""The tables of layer groups: block tables, attention windows, slot mappings."""

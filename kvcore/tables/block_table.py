@@ -22,7 +22,7 @@ class BlockTable:
     Attributes:
         group: the layer group.
         block_size: tokens a block.
-        forgets: whether the group has a sliding window or chunks.
+        forgets: True if the group has a sliding window or chunks.
         window: the tokens of a sliding window; 0: the group has none.
         chunk: the tokens of a chunk of chunked local attention; 0: the group has none.
         blocks: its blocks in order, the null block for released ones.
@@ -30,7 +30,8 @@ class BlockTable:
         num_published: the number of leading published entries, null ones included.
         trailing: the blocks that left the window last, which the own end of the sequence still
             needs. The table does not hold them, and they may hold other content by now.
-        num_changes: how often entries were appended, removed or replaced by others than null.
+        num_changes: the number of times that entries were appended, removed or replaced by others
+            than null.
     """
 
     __slots__ = (

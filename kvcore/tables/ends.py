@@ -27,7 +27,7 @@ from kvcore.block import Block
 from kvcore.tables.block_table import BlockTable
 
 AT_ONCE: Final = 4
-"""How many blocks of a table have to leave its window before they are sorted: a decode step passes
+"""The number of blocks that leave a table's window before they are sorted: a decode step passes
 one at a time, and to sort each alone would cost a fifth of the step."""
 
 
@@ -38,7 +38,7 @@ class Ends:
     Attributes:
         unit: the least common multiple of the block sizes: a hit ends at a multiple of it.
         recompute: the number of last tokens of a cached prefix that are not hits.
-        num_known: how many ends the pool knew when the sequence was opened.
+        num_known: the number of ends that the pool knew when the sequence was opened.
         branches: the lengths at which cached content branches off.
         expected: the end of the prompt, and the boundaries that the caller has given.
         num_ended: 1 if the prompt goes on from where a sequence had ended, -1 if other content goes
@@ -87,7 +87,7 @@ def sort_out(
         ends: the known ends of its sequence.
         num_settled: the number of settled tokens of the sequence.
         kept: the number of leading entries that no later query sees.
-        only_branches: whether expected ends do not count.
+        only_branches: True if expected ends do not count.
 
     Returns:
         The blocks that a known end needs, those that none needs, and those that the own end of the

@@ -36,7 +36,7 @@ class StateTable:
         lookup: an empty table for look-ups: a prefix needs the last block of it, as for a sliding
             window of one token.
         read: the state after the computed tokens; empty if there are none: all zeros.
-        write: where the next step writes the state after its tokens; the same list as `read` where
+        write: the blocks of the state after the next step's tokens; the same list as `read` where
             it may replace it; empty: nothing is reserved.
         kept: a state at a boundary after the prompt, which is published when the sequence ends; it
             may be `read` too. Empty if there is none.
@@ -78,7 +78,7 @@ class StateTable:
 
         Args:
             num_tokens: the number of tokens of the prompt.
-            num_cached: how many of them need not be computed.
+            num_cached: the number of them that need not be computed.
             boundaries: positions; the last multiple of the block size before each is meant. The
                 end of the prompt, without its last token, is always among them.
         """

@@ -29,14 +29,14 @@ BEGINS = {
     "--json": '{\n  "adapter": "',
     "--junit": "<?xml version='1.0' encoding='utf-8'?>\n<testsuite name=\"kvcore.testing ",
 }
-"""What a file that a flag has written begins with."""
+"""The first characters of the files that these flags write: no other file is overwritten."""
 
 TO_SEE = {
     "hits": "prompts that hit",
     "evictions": "cached blocks that were reused",
     "no space": "calls that found no space",
 }
-"""What a search must have seen to mean something."""
+"""The events that a search must have seen for its result to mean something."""
 
 
 def main(arguments: Sequence[str], out: TextIO | None = None) -> int:

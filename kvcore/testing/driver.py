@@ -41,7 +41,7 @@ class Driver:
         allocator: an adapter, as `Allocator` describes it.
         seen: counts what has been seen: hits, evictions, refusals and so on.
         waive: is given every error before it is raised, and may raise something else.
-        draw: whether a picture of the pool stands in the program after every call.
+        draw: True: a picture of the pool stands in the program after every call.
 
     Raises:
         AdapterError: it lacks a verb, or promises what there is not.
@@ -432,13 +432,13 @@ class Driver:
             self.seen["events"] += 1
 
     def _name(self) -> str:
-        """The letters, then r26, r27 and so on."""
+        """Return a name: the letters, then r26, r27 and so on."""
         self.num_requests += 1
         number = self.num_requests - 1
         return chr(ord("a") + number) if number < 26 else f"r{number}"
 
     def _is_placed(self, request: Request) -> bool:
-        """Whether its hits are in its table: from `begin` on, or from the first `reserve` on."""
+        """Return True if a request's hits are in its table: with HOLD, or once it has reserved."""
         return Promise.HOLD in self.promises or bool(request.blocks)
 
     def _must_hit(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What the machines raise: a broken property, a crash, or an invalid adapter.
+"""The errors of the machines: a broken property, a crash, or an invalid adapter.
 
 Each carries the calls that led to it as a program, so that a failure can be read, and replayed,
 without the machine that found it.
@@ -34,7 +34,7 @@ class BrokenError(kvcore.KVCoreError, AssertionError):
     """The allocator under test did something wrong.
 
     Attributes:
-        message: what was wanted and what came.
+        message: the wanted and the actual result.
         program: the calls that led there.
         steps: the same as the driver's verbs, so that they can be taken again.
     """
@@ -50,13 +50,13 @@ class BrokenError(kvcore.KVCoreError, AssertionError):
 
     @property
     def what(self) -> str:
-        """What goes wrong, in short: the property, or "crash" and the exception's class."""
+        """The failure in short: the property, or "crash" and the exception's class."""
         cause = self.__cause__
         return f"crash {type(cause).__name__}" if cause else "crash"
 
     @property
     def key(self) -> str:
-        """What goes wrong and in which verb, as `--known` takes it."""
+        """The failure and the verb in which it happened, in the form that `--known` takes."""
         last = self.steps[-1] if self.steps else Step("", "", ())
         verb = str(last.arguments[0]) if last.verb == "misuse" else last.verb
         return f"{self.what}: {verb}"

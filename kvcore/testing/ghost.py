@@ -1,4 +1,4 @@
-"""What the GPU's memory would hold: for each slot of each block, the prefix it was computed from.
+"""A model of the GPU's memory: for each slot of each block, the prefix that it was computed from.
 
 Every prefix (a tenant, an epoch, a layer group, and tokens up to some position) has a number; KV is
 right for a request at a position if and only if the number in that slot is the request's own.
@@ -59,7 +59,7 @@ class Request:
 
     Attributes:
         name: its name in a program.
-        handle: what the adapter uses for it.
+        handle: the object that the adapter uses for it.
         tokens: all of them, computed or not, known to the allocator or not: the device has them.
         tenant: its tenant.
         epoch: the number of resets before it began.
@@ -119,7 +119,7 @@ class Lease:
 
     Attributes:
         name: its name in a program.
-        handle: what the adapter uses for it.
+        handle: the object that the adapter uses for it.
         blocks: the ids that it holds.
     """
 

@@ -1,6 +1,6 @@
 """A search for failures, round by round, with a budget of time, and what it found.
 
-A round runs each machine once, with a seed of its own; the same seed and the same number of rounds
+A round runs each machine once, with another seed; the same seed and the same number of rounds
 find the same. A failure is shortened, drawn, and known from then on, so that the search continues
 past it.
 """
@@ -29,9 +29,9 @@ class Finding:
     """Something that goes wrong.
 
     Attributes:
-        machine: which machine found it.
-        key: what goes wrong, and in which verb: what `known` takes.
-        message: what was wanted and what came.
+        machine: the machine that found it.
+        key: the failure and its verb, in the form that `known` takes.
+        message: the wanted and the actual result.
         program: the calls that lead there, shortened.
         drawn: the same with a picture of the pool after every call.
         seed: with which it was found.
@@ -47,16 +47,16 @@ class Finding:
 
 @dataclass(slots=True)
 class Result:
-    """What a search has found, and what it has seen.
+    """The failures that a search has found, and the events that it has seen.
 
     Attributes:
-        promises: what the allocator promises.
+        promises: the promises of the allocator.
         machines: the names of those that ran, in order.
-        findings: what goes wrong, each key once.
-        seen: how often each kind of event was seen; what is missing was not tested.
-        known: how often each known failure was met.
-        num_rounds: how often each machine ran.
-        seconds: how long each machine ran.
+        findings: the failures, each key once.
+        seen: the number of events of each kind; a kind that is missing was not tested.
+        known: the number of times that each known failure was met.
+        num_rounds: the number of times that each machine ran.
+        seconds: the time that each machine ran.
     """
 
     promises: list[str]
@@ -83,13 +83,13 @@ def hunt(
 
     Args:
         make_allocator: makes an adapter.
-        machines: which machines.
-        block_sizes: what `start` may be called with, the simplest first.
+        machines: the machines to run.
+        block_sizes: the block sizes for `start`, the simplest first.
         profile: how much a round does, one of `PROFILES`.
         seconds: begin no machine after that many seconds, but run each once.
         seed: of the first round; the next one has the next.
         known: failures to continue past, by key ("P9: begin") or by what goes wrong ("P9").
-        go_on: whether to continue past a failure; else a machine that has found one is done.
+        go_on: True: continue past a failure; else a machine that has found one is done.
 
     Raises:
         AdapterError: an adapter lacks a verb, or returns something of another kind.
@@ -129,7 +129,7 @@ def hunt(
 
 
 def _found_now(result: Result, seed: int) -> bool:
-    """Whether the last round has found something: then there may be more behind it."""
+    """Return True if the last round has found something: then there may be more behind it."""
     last = seed + result.num_rounds - 1
     return any(finding.seed == last for finding in result.findings)
 

@@ -17,7 +17,7 @@ from kvcore.testing.protocol import Promise
 from kvcore.testing.strategies import prompts
 
 PICK = st.integers(0, 5)
-"""Which of the live requests: its place among them, modulo their number."""
+"""The choice of a live request: its place among them, modulo their number."""
 
 
 def drawn_prompts(max_blocks: int = 4, num_branches: int = 3) -> st.SearchStrategy[list[int]]:
@@ -47,11 +47,11 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     Attributes:
         make_allocator: makes the adapter under test.
-        block_sizes: what `start` is called with, the simplest first.
+        block_sizes: the block sizes for `start`, the simplest first.
         pool_sizes: the smallest and the largest pool.
-        seen: what the driver has seen, over all runs of the machine.
+        seen: the events that the driver has seen, over all runs of the machine.
         known: failures that are known: an example ends there, and the search continues.
-        waived: how often each was met.
+        waived: the number of times that each was met.
     """
 
     make_allocator: Callable[[], object]

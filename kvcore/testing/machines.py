@@ -167,7 +167,7 @@ class RequestMachine(ComputingMachine):
     @precondition(any_live)
     @rule(number=PICK)
     def is_preempted(self, number: int) -> None:
-        """It frees all its blocks and is sent again with all its tokens."""
+        """Free all its blocks, and send it again with all its tokens."""
         request = self.pick(number)
         self.end(request)
         self.arrive([*request.tokens])

@@ -98,7 +98,7 @@ class Program:
 
     @staticmethod
     def _shown(result: object) -> str:
-        """A pair is a request and something to look at: show what can be looked at."""
+        """Return the text of a value; of a pair with a request, of what can be looked at."""
         if result is None:
             return "None: no space"
         return repr(result[1]) if isinstance(result, tuple) and len(result) == 2 else repr(result)

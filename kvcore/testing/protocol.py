@@ -22,7 +22,7 @@ R_contra = TypeVar("R_contra", contravariant=True)
 
 
 class Promise(Enum):
-    """What an allocator may promise beyond the eight verbs; the value describes the promise."""
+    """A promise that an allocator may make beyond the eight verbs; its value describes it."""
 
     HOLD = "what `begin` found stays held: anything may happen before `reserve`"
     CHUNK = "`reserve` takes any number of tokens, not only all that are left"
@@ -116,7 +116,7 @@ class Allocator(Protocol[R]):
 
 
 class Truncates(Protocol[R_contra]):
-    """What TRUNCATE promises."""
+    """The verb of TRUNCATE."""
 
     def truncate(self, request: R_contra, num_tokens: int) -> int:
         """Keep the first `num_tokens` tokens: rejected drafts leave, or a turn is taken back.
@@ -127,7 +127,7 @@ class Truncates(Protocol[R_contra]):
 
 
 class Forks(Protocol[R]):
-    """What FORK promises."""
+    """The verb of FORK."""
 
     def fork(self, request: R) -> tuple[R, Sequence[tuple[int, int]]] | None:
         """Begin a second request with the same tokens and the same computed KV.
@@ -139,7 +139,7 @@ class Forks(Protocol[R]):
 
 
 class Resets(Protocol):
-    """What RESET promises."""
+    """The verb of RESET."""
 
     def reset(self) -> bool:
         """Make everything cached so far unreachable, as after a change of weights.
@@ -150,7 +150,7 @@ class Resets(Protocol):
 
 
 class Resolves(Protocol[R_contra]):
-    """What RESOLVE promises: a step may be sent before the tokens of the last one are read."""
+    """The verbs of RESOLVE: a step may be sent before the tokens of the last one are read."""
 
     def expect(self, request: R_contra, num_tokens: int) -> None:
         """Add unknown tokens to the end; they can get room and be committed."""
@@ -160,11 +160,11 @@ class Resolves(Protocol[R_contra]):
 
 
 Item = tuple[str, int, int]
-"""An item of a prompt: what it is, at which position it begins, how many positions it takes."""
+"""An item of a prompt: its identity, its first position, and the number of its positions."""
 
 
 class TakesItems(Protocol[R_co]):
-    """What ITEMS promises."""
+    """The verb of ITEMS."""
 
     def begin_with(
         self, tokens: Sequence[int], tenant: str, items: Sequence[Item]
@@ -173,7 +173,7 @@ class TakesItems(Protocol[R_co]):
 
 
 class Leases(Protocol[R_contra]):
-    """What LEASE promises: a step or a transfer in flight still needs a request's blocks."""
+    """The verbs of LEASE: a step or a transfer in flight still needs a request's blocks."""
 
     def lease(self, request: R_contra) -> object:
         """Hold all blocks in the request's table, even after the request has ended."""
@@ -183,7 +183,7 @@ class Leases(Protocol[R_contra]):
 
 
 class RecordsEvents(Protocol):
-    """What EVENTS promises. Not asked for requests with items."""
+    """The verbs of EVENTS. `block_hashes` is not called for requests with items."""
 
     def take_events(self) -> Sequence[tuple[str, object]]:
         """Return what has happened since the last call, oldest first.
@@ -197,26 +197,27 @@ class RecordsEvents(Protocol):
 
 
 class Swaps(Protocol[R_contra]):
-    """What SWAP promises."""
+    """The verbs of SWAP."""
 
     def swap_out(self, request: R_contra) -> Sequence[int]:
         """Free all blocks of a request, which stays open.
 
         Returns:
-            Which to copy out before they are reused: all that hold computed tokens, in order.
+            The ids of the blocks to copy out before they are reused: those that hold computed
+            tokens, in order.
         """
 
     def swap_in(self, request: R_contra) -> Sequence[tuple[int, int]] | None:
         """Give a request blocks for all its computed tokens again.
 
         Returns:
-            Pairs: which of those that were copied out goes into which block. What is found in the
-            cache needs no copy. None: no space, and nothing has changed.
+            Pairs of a block that was copied out and the block that its copy goes into. Blocks that
+            are found in the cache need no copy. None: no space, and nothing has changed.
         """
 
 
 class Groups(Protocol[R_contra]):
-    """What GROUPS promises; such an adapter needs no `block_table`.
+    """The table of GROUPS; an adapter that has it needs no `block_table`.
 
     Attributes:
         windows: a layer group each: how many tokens a query sees, itself included; None: all.
@@ -229,7 +230,7 @@ class Groups(Protocol[R_contra]):
 
 
 class KeepsStates(Protocol[R_contra]):
-    """What STATES promises: a state is some blocks, each a piece of it, in order."""
+    """The verb of STATES: a state is some blocks, each a piece of it, in order."""
 
     def states(self, request: R_contra) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """Return what a request holds for recurrent states; changes nothing.

@@ -53,7 +53,7 @@ class MachineItem(pytest.Item):
 
     Args:
         make: makes an adapter.
-        machine: what drives it.
+        machine: the machine that drives it.
     """
 
     def __init__(

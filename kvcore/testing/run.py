@@ -34,15 +34,15 @@ def check_allocator(
 
     Args:
         make_allocator: makes an adapter, such as its class; called once for every example.
-        machines: which of them; None: all that fit the promises.
-        block_sizes: what `start` may be called with, the simplest first.
-        settings: how long to search, and so on; None: the Hypothesis profile that is loaded.
-        seed: where the search begins; None: as the settings say.
+        machines: those to run; None: all that fit the promises.
+        block_sizes: the block sizes for `start`, the simplest first.
+        settings: the length of the search, and so on; None: the loaded Hypothesis profile.
+        seed: the start of the search; None: as the settings say.
         known: failures that are known, such as "P9" or "P9: begin": where one is met, the example
             ends, and the search continues. They are counted as "known P9: begin".
 
     Returns:
-        What was seen, and how often: hits, evictions, refusals and so on. What is 0 was not tested.
+        The counts of events: hits, evictions, refusals and so on. Those of 0 were not tested.
 
     Raises:
         PropertyError: a property does not hold; it carries the smallest program found.

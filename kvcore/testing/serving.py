@@ -5,7 +5,7 @@ timing: a load that arrives after its request was aborted, a failed load that is
 waits for ever. An adapter maps six verbs to the calls that an engine makes; a run draws requests,
 aborts and the ends of loads from a seed, keeps a ghost of the GPU's memory, and checks:
 
-- P1: a chunk reads the KV of its own text and no other;
+- P1: a chunk reads the KV of its text and no other;
 - P17: no block is used while a load may still write it;
 - P5: when all has ended, every block is free;
 - every request ends once, after all its tokens, and within a bound once no more arrive.
@@ -30,12 +30,12 @@ _NUM_TOKENS: Final = 5
 
 
 class Chunk(NamedTuple):
-    """What a step computes of one request.
+    """The tokens of one request that a step computes.
 
     Attributes:
         request: its name.
         start: the position of the first token.
-        num_tokens: how many.
+        num_tokens: the number of tokens.
         block_table: its block ids.
     """
 
@@ -51,7 +51,7 @@ class Load(NamedTuple):
     Attributes:
         request: its name.
         start: the position of the first token, a multiple of the block size.
-        block_ids: where to, in order.
+        block_ids: the blocks to write, in order.
     """
 
     request: str
@@ -60,7 +60,7 @@ class Load(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a step computes, and the loads that begin with it."""
+    """The chunks that a step computes, and the loads that begin with it."""
 
     chunks: Sequence[Chunk]
     loads: Sequence[Load]
@@ -121,7 +121,7 @@ def check_scheduler(
         seeds: a run each.
 
     Returns:
-        What was seen, and how often.
+        The counts of the events that were seen.
 
     Raises:
         PropertyError: a promise is broken; it carries the shortest program of all failing seeds.
@@ -258,7 +258,7 @@ class _Run:
             del self.open[name]
 
     def _table(self, chunk: Chunk) -> Sequence[int]:
-        """The blocks that a chunk reads or writes."""
+        """Return the blocks that a chunk reads or writes."""
         return chunk.block_table[: -(-(chunk.start + chunk.num_tokens) // self.size)]
 
     def _compute(self, chunk: Chunk) -> None:

@@ -57,7 +57,7 @@ def replay(
 
 
 def is_same(one: BrokenError, other: BrokenError) -> bool:
-    """Whether the same thing goes wrong: the property, or the exception of a crash."""
+    """Return True if both are the same failure: one property, or exceptions of one class."""
     if isinstance(one, PropertyError) and isinstance(other, PropertyError):
         return one.prop == other.prop
     return type(one) is type(other) and type(one.__cause__) is type(other.__cause__)
@@ -198,7 +198,7 @@ class _Replay:
 
 
 def _is_about(who: str, verbs: set[str], after: Step | None) -> bool:
-    """Whether the step after this one is one of these verbs, for the same request, or none is."""
+    """Return True if no step follows, or one of these verbs for the same request."""
     return after is None or (after.who == who and after.verb in verbs)
 
 

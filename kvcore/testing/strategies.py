@@ -33,7 +33,7 @@ def prompts(
     Args:
         block_size: tokens a block.
         max_blocks: of the longest.
-        num_branches: how many different tokens there are after the fork.
+        num_branches: the number of different tokens after the fork.
     """
     every = {
         (0,) * fork + (branch,) * (length - fork)

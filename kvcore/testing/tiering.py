@@ -4,7 +4,7 @@ A tier keeps copies of KV by content: in host memory, on a disk, or elsewhere. A
 verbs to the calls that an engine makes, and names the faults that it can cause. A run draws stores,
 loads, restarts and faults from a seed, keeps a ghost of every content, and checks:
 
-- P37: what a load brings is the content that was asked for, in this layout and since the last
+- P37: a load brings the content of its key, in this layout and since the last
   reset, or it is a miss; misses of damaged copies are counted;
 - P38: a copy is found only when all its bytes are stored; a job reads or writes its rows only until
   it ends, and it ends once;
@@ -50,7 +50,7 @@ class Ended(NamedTuple):
 
     Attributes:
         job: its number.
-        keys: what was moved; all other keys of the job were not.
+        keys: the keys that were moved; all others of the job were not.
     """
 
     job: int
@@ -79,7 +79,7 @@ class Tiering(Protocol):
       that share is carried out: the verb that writes it raises `KilledError`.
 
     Attributes:
-        survives: whether copies outlive the process.
+        survives: True if copies outlive the process.
         layouts: names of configurations whose bytes differ, such as of other weights, layouts of
             blocks, or numbers of ranks. At least one.
     """
@@ -97,7 +97,7 @@ class Tiering(Protocol):
             layout: one of `layouts`.
 
         Returns:
-            How many contents it has room for at least.
+            The least number of contents that it has room for.
         """
 
     def find(self, key: bytes) -> bool:
@@ -137,11 +137,11 @@ def check_tier(
     Args:
         make: makes an adapter, such as its class.
         seeds: a run each.
-        faults: which of the optional verbs are used, and "restart" and "layout"; None: all.
+        faults: the optional verbs that are used, and "restart" and "layout"; None: all.
         known: properties that are not checked, such as "P39".
 
     Returns:
-        What was seen, and how often.
+        The counts of the events that were seen.
 
     Raises:
         PropertyError: a promise is broken; it carries the shortest program of all failing seeds.
@@ -363,7 +363,10 @@ class _Run:
         return is_found
 
     def _has_room(self, key: bytes, since: int | None) -> bool:
-        """Whether fewer others than have room came since then; None: it is not there."""
+        """Return True if a key that is there since `since` (None: it is not) must still be there.
+
+        It must while at most `room` keys, itself included, were stored or loaded since then.
+        """
         return since is not None and len({*self.used[since:]} - {key}) < self.room
 
     def _advance(self) -> bool:
@@ -425,7 +428,7 @@ class _Run:
                 self._broken("P37", f"{self._name(key)} is damaged, and that is not counted")
 
     def _what(self, key: bytes, data: bytes) -> tuple[str, str]:
-        """The property that these bytes break, and what they are."""
+        """Return the property that these bytes break, and what they are."""
         name = self._name(key)
         if data == b"\xdd" * _ROW_BYTES:
             return "P38", f"{name} has what came into its row after the store had ended"

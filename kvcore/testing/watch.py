@@ -1,4 +1,4 @@
-"""What must hold after every call, as far as it can be seen from outside."""
+"""The checks after every call, of all that can be seen from outside an allocator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Watch:
 
     Args:
         program: makes the calls and raises the broken properties.
-        promises: what it promises.
+        promises: the promises of the allocator.
         memory: the ghost.
         prefixes: the names of prefixes.
         usable: the ids that may be handed out.
@@ -206,7 +206,7 @@ class Watch:
         return self.memory.wrong_at(request, stop)
 
     def _judge(self, request: Request, group: int, position: int) -> tuple[str, str]:
-        """Which property a wrong hit breaks, and what stands there."""
+        """Return the property that a wrong hit breaks, and what stands there in words."""
         index, offset = divmod(position, self.block_size)
         block_id, wanted = request.tables[group][index], request.paths[group][position]
         came = self.memory.places.get(block_id, [None] * self.block_size)[offset]

@@ -145,7 +145,7 @@ def _superseded(
 def _is_branch(
     tables: Sequence[BlockTable], paths: Sequence[Sequence[Block | None]], num_tokens: int
 ) -> bool:
-    """Return whether content of a group branches off after so many tokens of a path. O(groups)."""
+    """Return True if content of a group branches off after `num_tokens` of a path. O(groups)."""
     for number, table in enumerate(tables):
         if _branches(paths[number][num_tokens // table.block_size - 1]):
             return True

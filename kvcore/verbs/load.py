@@ -82,7 +82,7 @@ def join(pool: BlockPool, book: LeaseBook, lease: Lease, longest: int | None) ->
         longest: the most tokens that a sequence may have.
 
     Returns:
-        Whether the sequence has the loaded tokens.
+        True if the sequence has the loaded tokens.
 
     Raises:
         InvalidArgumentError: not such a lease.

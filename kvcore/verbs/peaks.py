@@ -48,7 +48,7 @@ def peak_blocks(
 
     Args:
         num_tokens: the length of the sequence.
-        block_size: tokens a block, for groups without a block size of their own.
+        block_size: tokens a block, for groups that have no block size.
         groups: the layer groups; None: one of full attention.
         chunk: the most tokens computed in one step; None: all of them.
         num_external: the number of first tokens whose KV is loaded instead of computed.
@@ -207,11 +207,11 @@ def most_held(
 
     Args:
         tables: of a sequence, one a group; only what their groups see is read.
-        lengths: how many entries each has at the beginning.
+        lengths: the number of entries of each at the beginning.
         shared: the places in each, in order, of blocks that others hold too.
-        start: how many tokens are settled at the beginning.
-        stop: how many there are in the end.
-        width: room reaches at most so far beyond the settled ones, and never beyond the end.
+        start: the number of settled tokens at the beginning.
+        stop: the number of settled tokens in the end.
+        width: the most tokens of room beyond the settled ones; never beyond the end.
     """
     last = max(start, stop - width)  # from here on nothing is taken any more
     sizes = [lcm(table.block_size, table.chunk or 1) for table in tables if table.forgets]

@@ -221,7 +221,7 @@ def tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
 def _dealt(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
     """Order runs of blocks of one size that all end at one place, as one deals cards. O(blocks).
 
-    What `_merged` finds for these, whose slices are moved at once: an eighth of its time in Python.
+    The result is that of `_merged`, in an eighth of its time in Python: slices are moved at once.
     """
     found: list[Block] = []
     stop = runs[0][0] + len(runs[0][2])

@@ -313,8 +313,7 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
         child: a new sequence with the same known tokens and empty tables.
 
     Returns:
-        What has to be copied into the blocks of its own: one for each group whose last is half
-        full.
+        The copies into the child's new blocks: one for each group whose last is half full.
 
     Raises:
         OutOfBlocksError: too few blocks are free for those.

@@ -24,11 +24,11 @@ from kvcore.tables.state_table import StateTable, is_writable, piece_keys
 
 @final
 class StateMove:
-    """What a step does with the states of one sequence: planned, then applied or dropped.
+    """The changes of one sequence's states in a step: planned, then applied or dropped.
 
     Attributes:
         num_new: the number of blocks to take for the state that the next step writes.
-        is_optional: whether the step can do without them: then no state is kept.
+        is_optional: True if the step can do without them; then no state is kept.
         new: those blocks, once they are taken.
         published: the blocks of the states to publish.
         released: the states that the sequence does not hold afterwards.

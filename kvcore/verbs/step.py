@@ -132,7 +132,7 @@ def resolve(pool: BlockPool, seq: KVSequence, tokens: list[int], longest: int | 
 
 @final
 class Moves:
-    """What a step does with each of its sequences, in the order in which it happens.
+    """The changes of a step to each of its sequences, in the order in which they happen.
 
     Attributes:
         tokens: the token ids that became known, one sequence after another.
@@ -196,7 +196,7 @@ def step(
     Args:
         pool: the pool of all.
         seqs: each once.
-        moves: what the step does with each of them.
+        moves: the changes of the step to each of them.
         longest: the most tokens that a sequence may have or reserve.
     """
     if moves.reserved is not None and moves.is_room_alone():
@@ -354,7 +354,7 @@ class _Change:
     Attributes:
         pool: the pool of all.
         seqs: the sequences.
-        places: where they are in the step.
+        places: their places in the step.
         lengths: for each the number of tokens that were known before.
         dones: for each the number of tokens that are computed then.
         totals: for each the number of tokens that have blocks then.

@@ -38,7 +38,7 @@ class StepTables:
         allocate: returns a writable, contiguous buffer of int32 or int64 with at least as many rows
             and entries a row as it is asked for, `allocate(num_rows, num_entries)`; called again
             when the sequences need more, for at least twice as many.
-        group: which layer group.
+        group: the layer group.
 
     Attributes:
         lengths: for each row the number of entries that are in use.
@@ -74,7 +74,7 @@ class StepTables:
         O(bytes of the rows). For a sequence that only counts this is a comparison.
 
         Returns:
-            Whether the list of sequences is another one than before.
+            True if the list of sequences is another one than before.
 
         Raises:
             StaleSequenceError: a sequence is closed.
@@ -190,7 +190,7 @@ def write_rows(
     Args:
         seqs: open sequences.
         counts: for each, the number of tokens that the step computes; None: one.
-        group: which layer group.
+        group: the layer group.
         block_tables: a buffer of int32 or int64, a row for each sequence.
         slot_mapping: a buffer of int32 or int64.
         row_stride: entries from one row to the next; None: `block_tables` has two dimensions.

@@ -1,4 +1,4 @@
-"""What a cache's events are on the wire.
+"""The translation of a cache's events into the format of the wire.
 
 One event of kvcore is one event of the format, with these fields:
 
@@ -6,11 +6,11 @@ One event of kvcore is one event of the format, with these fields:
     lora_name       the adapter of the namespace
     extra_keys      an image or embedding that reaches into a block: (its content in hex, where it
                     begins, counted from the block's first token); where tokens and adapter do not
-                    say all: what `MARK_ITEMS` and `MARK_NAMESPACE` announce, for our own index
-    group_idx       the layer group, and under `kv_cache_spec_kind` what it sees
+                    identify the content: `MARK_ITEMS` and `MARK_NAMESPACE`, for our own index
+    group_idx       the layer group, and under `kv_cache_spec_kind` the kind of its attention
 
-Copies in tiers are told by block hash alone, with their medium: their tokens were told when the
-cache stored them. A run contains its namespace, so published blocks are not remembered. Content
+Copies in tiers are reported by block hash alone, with their medium: their tokens were reported when
+the cache stored them. A run contains its namespace, so published blocks are not remembered. Content
 with a salt is left out unless the salt may be published: a reader could test prompts against its
 hashes. The hashes of omitted contents are remembered, so that their removal is omitted too.
 """

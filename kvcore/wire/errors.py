@@ -1,4 +1,4 @@
-"""What can go wrong on the wire, as types. None of them leaves a socket or a thread behind."""
+"""The errors of the wire, as types. None of them leaves a socket or a thread behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EndpointError(WireError):
 
     Attributes:
         endpoint: the address.
-        reason: what ZeroMQ says of it.
+        reason: the message of ZeroMQ.
     """
 
     def __init__(self, argument: str, endpoint: str, reason: str) -> None:

@@ -37,7 +37,7 @@ class FollowerStats:
     Attributes:
         num_batches: batches applied.
         num_repeated: batches dropped because they were known.
-        num_gaps: times something was asked for again.
+        num_gaps: the number of requests for missed batches.
         num_lost: times what was missing could not be had.
         num_restarts: times the publisher had started again.
         num_malformed: events and batches that were not of the format.
@@ -58,14 +58,14 @@ class Follower:
 
     Args:
         publisher: its name in the index.
-        index: where to apply its batches.
-        can_ask: whether batches can be asked for again.
+        index: the index to apply its batches to.
+        can_ask: True if missed batches can be requested again.
 
     Attributes:
         next: the number of the next batch; None: nothing is known of the publisher.
-        asking: whether an answer to a request is awaited.
-        lacks: whether contents are unknown because no answer came; `ask` asks for everything.
-        stats: what it has met.
+        asking: True while an answer to a request is awaited.
+        lacks: True if contents are unknown because no answer came; `ask` requests everything.
+        stats: its counters.
     """
 
     __slots__ = ("_can_ask", "_due", "_early", "_heard", "_index", "_is_in_doubt", "_time",
@@ -80,7 +80,7 @@ class Follower:
         self._can_ask = can_ask
         self._time = 0.0
         self._early: dict[int, Batch] = {}
-        self._due: dict[int, Batch] = {}  # what had come when it was asked
+        self._due: dict[int, Batch] = {}  # the batches that had come when it was requested
         self._heard = False
         self._is_in_doubt = False  # another life may have begun, and no answer has come since
 
@@ -102,7 +102,7 @@ class Follower:
         return 0 if self.next is None or self.lacks else max(0, self.next - 1)
 
     def live(self, sequence: int, batch: Batch) -> bool:
-        """Take a batch as it was published; say whether something must be asked for. O(batch)."""
+        """Take a batch as it was published; return True if a request is needed. O(batch)."""
         if self.asking:
             if len(self._early) + len(self._due) < MAX_EARLY:
                 self._early[sequence] = batch
@@ -126,12 +126,12 @@ class Follower:
         return False
 
     def replayed(self, sequence: int, batch: Batch) -> bool:
-        """Take a batch that was asked for; say whether all must be asked for again. O(batch).
+        """Take a requested batch; return True if everything must be requested again. O(batch).
 
         True: the publisher has started again. The rest of the answer is of no use.
         """
         if self.lacks and not self._heard and sequence == 0:
-            self.forget()  # all that it ever told follows
+            self.forget()  # all that it ever published follows
         known = self.next
         follows = self._heard or known is None  # else it need not be the life that is known
         self._heard = True
@@ -145,7 +145,7 @@ class Follower:
         return False
 
     def replay_ended(self, *, answered: bool = True) -> bool:
-        """Take the end of an answer; say whether something must be asked for again. O(early).
+        """Take the end of an answer; return True if another request is needed. O(early).
 
         Args:
             answered: False: there was no answer, and none is awaited any more.
@@ -153,7 +153,7 @@ class Follower:
         self.asking = False
         due, self._due = self._due, {}
         if answered and self.next is not None and not self._heard:
-            self._restart()  # who has sent something can repeat at least the last of it
+            self._restart()  # a publisher can repeat at least its last batch
             return True
         if not answered and self._is_in_doubt and self.next is not None:
             self._lose()
@@ -165,7 +165,7 @@ class Follower:
         for place, sequence in enumerate(numbers):
             batch = early[sequence]
             if not answered and batch.time < self._time:
-                self.stats.num_repeated += 1  # or of a life before: it is not asked for any more
+                self.stats.num_repeated += 1  # or of a life before: it is not requested any more
             elif not answered and sequence > (self.next or 0):
                 self._leap(sequence, batch)
                 self.lacks = not batch.begins_anew

@@ -1,15 +1,15 @@
-"""What a publisher has sent and can send again: numbers, a bounded buffer, the last snapshot.
+"""The batches that a publisher has sent and can send again, and its last snapshot.
 
 Batches are numbered without a gap from a first number on. By default that is the time, in
 microseconds, so a publisher that starts again begins above all that it ever sent: a reader sees a
 gap, asks, and is answered with a snapshot. (One that began at 0 again would seem to repeat itself.)
 
-The buffer keeps the newest batches, up to a number of bytes and always one. Who asks for older ones
-gets the last snapshot, which clears what was before, and every batch after it. So a snapshot serves
-all who come until the buffer has moved past it, and a cache that was empty at the beginning needs
-none at first. With `keep_base` the buffer never moves past the last snapshot: it grows beyond its
-limit until the next one (`rebase`), which `is_base_old` asks for in time. This knows nothing of
-sockets.
+The buffer keeps the newest batches, up to a number of bytes and always one. A reader that asks for
+older ones gets the last snapshot, which clears what was before, and every batch after it. So a
+snapshot serves every reader until the buffer has moved past it, and a cache that was empty at the
+beginning needs none at first. With `keep_base` the buffer never moves past the last snapshot: it
+grows beyond its limit until the next one (`rebase`), and `is_base_old` says when that is due. This
+knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class History:
 
     @property
     def is_base_old(self) -> bool:
-        """Whether a history that keeps its snapshot should be given a new one (`rebase`). O(1).
+        """True if a history that keeps its snapshot should be given a new one (`rebase`). O(1).
 
         True once the batches after the snapshot exceed both half of `replay_bytes` and the size of
         the snapshot: snapshots add at most as many bytes as the batches themselves have.
@@ -100,8 +100,8 @@ class History:
     def since(self, sequence: int) -> list[Sent] | None:
         """Return the batches from a number on, or a snapshot and those after it. O(batches).
 
-        A number that is still to come gets the snapshot too: who asks so does not know us. None:
-        what is asked for is gone and so is the snapshot; another is needed (`rebase`).
+        A number that is still to come gets the snapshot too: its reader does not know us. None:
+        the batches are gone and so is the snapshot; another is needed (`rebase`).
         """
         if self.last - len(self._kept) < sequence <= self.last + 1:
             return [sent for sent in self._kept if sent.sequence >= sequence]

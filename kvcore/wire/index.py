@@ -6,14 +6,14 @@ walk for all publishers. A block hash only tells which node an event refers to: 
 cost speed, but never produces a match that the tokens do not have.
 
 A copy in a tier (medium "CPU" or "STORAGE") counts as held like a block of the cache: what has
-left the cache stays in the tree while a tier has it. Its tokens were told with the block; a copy
-that was told without them waits until they are. Tiers of one medium differ by their `ownership`,
+left the cache stays in the tree while a tier has it. Its tokens were published with the block; a
+copy that was published before them waits. Tiers of one medium differ by their `ownership`,
 and each has its copies. A REMOTE copy is as far from its publisher as from the others, so it does
 not count. The session of an event stored the block first; requests of others hit it too.
 
 The hash of a block may cover tokens after it (`lookahead_token_ids`): a draft model computes the KV
 of a block's last tokens from them. Such a block can be hit only where these tokens follow, so they
-are a part of its content, and its publisher has trees of its own: by block size and lookahead.
+are a part of its content, and its publisher has separate trees: by block size and lookahead.
 
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
 that), those with a sliding window and those with recurrent states. What everything
@@ -21,8 +21,8 @@ follows is held with it; a window holds what it holds, and a prefix can be serve
 that can be seen from its end; a state is found as a window of one token. What a chunk still holds
 is not indexed, so for a model with chunks the answer is the longest prefix that its cache may
 serve. A publisher with several groups serves what all of them can; a group is known once something
-was stored in it, and until everything is cleared: who comes after that may be a publisher that has
-started again, with other groups.
+was stored in it, and until everything is cleared: the publisher may then have started again, with
+other groups.
 
 The parent of a block is known by its hash alone. A block whose parent was never published (only in
 snapshots of windows, which have released their first blocks) is ignored, unless a group of full
@@ -100,7 +100,7 @@ class _Node:
     """One block's content below what it follows.
 
     Attributes:
-        parent: what it follows; None: it is a root, or out of the tree.
+        parent: the node that it follows; None: it is a root, or out of the tree.
         content: its tokens and what else it depends on.
         name: its block hash in the events of the first publisher.
         holders: one bit for each publisher's group that has it; one that sees everything has also
@@ -155,7 +155,7 @@ class _Node:
 
 
 class _Shape(NamedTuple):
-    """The tokens that a block of a tree is told by.
+    """The tokens of the blocks of one tree.
 
     Attributes:
         block_size: tokens a block.
@@ -170,8 +170,8 @@ class _Group(NamedTuple):
     """A layer group that is indexed.
 
     Attributes:
-        bit: its.
-        window: how many tokens it sees; 0: all.
+        bit: its bit.
+        window: the number of tokens that it sees; 0: all.
         block_size: tokens a block.
     """
 
@@ -186,12 +186,12 @@ class _Publisher:
     Attributes:
         bits: its bit for each layer group that is indexed.
         mask: all of them.
-        groups: what each of them is, in no order.
-        step: what the blocks of all groups divide.
-        apart: what groups with a window hold.
+        groups: the group of each bit, in no order.
+        step: a length that the blocks of all groups divide.
+        apart: the contents of groups with a window.
         aliases: nodes by hashes that other publishers use differently, or by a second hash.
         tiers: a bit for each tier, by medium and ownership; `_CACHE` is that of the cache.
-        copies: where what is in tiers is, by layer group and hash: bits of `_CACHE` and `tiers`.
+        copies: the places of contents in tiers, by group and hash: bits of `_CACHE` and `tiers`.
     """
 
     __slots__ = ("aliases", "apart", "bits", "copies", "groups", "mask", "step", "tiers")
@@ -214,8 +214,8 @@ class _Publisher:
 class Index:
     """The prefixes that each publisher holds.
 
-    What changes it holds a lock, what asks it does not: while a batch is applied, an answer may
-    have a part of it.
+    A change holds a lock, a look-up does not: while a batch is applied, an answer may have a part
+    of it.
     """
 
     def __init__(self) -> None:
@@ -552,7 +552,7 @@ class _Met:
             mask ^= bit
 
     def see(self, mask: int, depth: int) -> None:
-        """Windows hold the block at this place. O(those that did not hold the one before it)."""
+        """Note that windows hold this place's block. O(those that lacked the one before it)."""
         changed, self._seen = mask ^ self._seen, mask
         while changed:
             bit = changed & -changed

@@ -46,13 +46,13 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
         token_ids: the tokens of all of them.
         block_size: tokens a block.
         lora_id: a number of the adapter; out of use.
-        medium: where the blocks are: "GPU" or None for the cache itself, else a tier, where there
-            may be no tokens: the hashes are of contents that the cache has stored before.
+        medium: the place of the blocks: "GPU" or None for the cache itself, else a tier, which
+            may have no tokens: the hashes are of contents that the cache has stored before.
         lora_name: the adapter.
         extra_keys: for each block what its content depends on beside tokens; None: nothing.
         group_idx: the layer group.
-        kv_cache_spec_kind: what the layers of the group see.
-        kv_cache_spec_sliding_window: how many tokens, where it is a window.
+        kv_cache_spec_kind: the kind of attention of the group's layers.
+        kv_cache_spec_sliding_window: the number of tokens of a sliding window.
         locality: "LOCAL" or "REMOTE", as the publisher sees it; None: not said.
         ownership: the name of a tier, where several have one medium; None: the first tier.
         session_id: the session of the request that stored the blocks, which others hit too.
@@ -126,7 +126,7 @@ class Batch:
     """The content of one payload.
 
     Attributes:
-        time: when it was published, in seconds, by the publisher's clock.
+        time: the time of publication, in seconds, by the publisher's clock.
         events: those that are of the format, in order.
         rank: the publisher's data-parallel rank.
         num_malformed: events that were not.

@@ -100,8 +100,8 @@ class Publisher:
             are sha256 then.
 
     Attributes:
-        endpoint: where it publishes, with the port that was picked.
-        replay: where it answers, likewise.
+        endpoint: the address at which it publishes, with the port that was picked.
+        replay: the address at which it answers, likewise.
 
     Raises:
         InvalidArgumentError: an invalid argument, or a manager that records no events.
@@ -198,7 +198,7 @@ class Publisher:
         self._transport.wake()
 
     def _snapshot(self) -> tuple[Snapshot, list[CopiesChanged]]:
-        """Return all that the cache and the tiers have; later changes are told after it."""
+        """Return all that the cache and the tiers have; later changes are published after it."""
         for tier, changes in zip(self._tiers, self._copies, strict=False):
             tier.unwatch(changes)
         self._copies = [tier.watch(threading.Event()) for tier in self._tiers]
@@ -304,7 +304,7 @@ class Publisher:
                 self._wake_owner()
 
     def _answer_all(self) -> None:
-        """Answer those who wait for a snapshot."""
+        """Answer the subscribers that wait for a snapshot."""
         found = self._history.anew()
         if self._router is not None and found is not None:
             for client in self._asking:
@@ -321,7 +321,7 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A snapshot; sent as a batch where events were lost, else kept for those who ask."""
+    """A snapshot, which is sent as a batch if events were lost, or kept for requests."""
 
     snapshot: Snapshot
     copies: list[CopiesChanged]

@@ -34,12 +34,12 @@ _JOIN_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a publisher is.
+    """The addresses of a publisher.
 
     Attributes:
-        endpoint: where it publishes, such as "tcp://10.0.0.7:5557".
-        replay: where it answers requests for what was missed; None: nowhere.
-        topic: what its topics begin with.
+        endpoint: the address at which it publishes, such as "tcp://10.0.0.7:5557".
+        replay: the address that answers requests for missed batches; None: there is none.
+        topic: the beginning of its topics.
     """
 
     endpoint: str
@@ -49,13 +49,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """How it stands with a publisher.
+    """The state of the connection to a publisher.
 
     Attributes:
-        silent_s: seconds since it said anything; since it was added, if it never did.
-        was_heard: whether it has ever said anything.
-        is_known: whether anything is known of what it holds.
-        met: what its follower has met.
+        silent_s: seconds since its last message, or since it was added if none has come.
+        was_heard: True if a message has ever come.
+        is_known: True if any of its contents are known.
+        met: the counters of its follower.
     """
 
     silent_s: float
@@ -68,7 +68,7 @@ class Subscriber:
     """An index of several publishers, kept up to date.
 
     Args:
-        sources: where they are, by name. More come by `add`.
+        sources: the addresses of publishers, by name. `add` adds more.
         ask_after_s: a request without an answer for so long is made again, and a publisher that is
             silent for so long is asked.
         forget_after_s: a publisher that does not answer for so long is forgotten, and one that
@@ -79,7 +79,7 @@ class Subscriber:
             process.
 
     Attributes:
-        index: what they hold; it may be read from any thread.
+        index: the contents that they hold; any thread may read it.
 
     Raises:
         EndpointError: an address that is none. Nothing is left open.
@@ -203,7 +203,7 @@ class Subscriber:
                     link.follower.fail()
 
     def _move(self) -> None:
-        """Do what `add` and `remove` have asked for."""
+        """Apply the calls of `add` and `remove`."""
         with self._lock:
             wanted, self._inbox = self._inbox, []
         for name, source in wanted:
@@ -247,7 +247,7 @@ class _Link:
 
     @property
     def sockets(self) -> list[Socket]:
-        """What it waits for. O(1)."""
+        """The sockets to poll: the live one, and that of a replay while it is expected. O(1)."""
         return [self._live] if self._asked is None else [self._live, self._asked]
 
     def join(self) -> None:
@@ -324,7 +324,7 @@ class _Link:
             self._ask(is_reconnected=True)
 
     def _listen_again(self) -> None:
-        """Connect anew: ZeroMQ cuts off who sends too much at once, and for good."""
+        """Connect anew: ZeroMQ cuts off a sender of too much at once, and for good."""
         self._live_at = self._transport.now_s()
         self._num_closed = self._num_connected
         self._live.close()

@@ -1,7 +1,7 @@
 """The sockets, the thread and the clocks of a publisher or subscriber.
 
 `ZmqTransport` is the real one. A test passes another one, in which messages are lost, late and
-repeated and time is simulated. Each publisher and each subscriber has a transport of its own.
+repeated and time is simulated. Publishers and subscribers share no transport.
 
 Sockets are opened before the thread starts, or by it; from then on only the thread uses them.
 """
@@ -31,7 +31,7 @@ class Socket(Protocol):
 
     @property
     def address(self) -> str:
-        """Where it is bound, with the port that was picked. O(1)."""
+        """The address that it is bound to, with the port that was picked. O(1)."""
         ...
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -52,14 +52,14 @@ class Socket(Protocol):
 
 
 class Transport(Protocol):
-    """What a publisher or subscriber needs of the world."""
+    """The sockets, threads and clocks that a publisher or a subscriber uses."""
 
     def now_s(self) -> float:
-        """A clock, in seconds; only differences mean anything. O(1)."""
+        """Return the reading of a clock, in seconds; only differences mean anything. O(1)."""
         ...
 
     def time_s(self) -> float:
-        """The time, in seconds since 1970. O(1)."""
+        """Return the time, in seconds since 1970. O(1)."""
         ...
 
     def publish(self, endpoint: str) -> Socket:
@@ -69,7 +69,7 @@ class Transport(Protocol):
     def answer(self, endpoint: str) -> Socket:
         """Open a socket that receives requests and sends answers. Raises: EndpointError.
 
-        The first frame of a request says where it is from; that of an answer, where it goes.
+        The first frame of a request is the address of its sender; that of an answer, of its reader.
         """
         ...
 
@@ -77,9 +77,9 @@ class Transport(Protocol):
         """Open a socket that receives what is published. Raises: EndpointError.
 
         Args:
-            endpoint: where it is published.
-            topic: what the first frame begins with.
-            max_bytes: the largest message; who sends a larger one is cut off.
+            endpoint: the address at which it is published.
+            topic: the bytes that the first frame begins with.
+            max_bytes: the largest message; a sender of a larger one is disconnected.
         """
         ...
 
@@ -101,7 +101,7 @@ class Transport(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread has been started and has not ended. O(1)."""
+        """True if the thread has been started and has not ended. O(1)."""
         ...
 
     def join(self, timeout_s: float) -> None:
@@ -118,7 +118,7 @@ class ZmqSocket:
 
     Args:
         opened: the socket.
-        counts: whether it counts its connections.
+        counts: True if it counts its connections.
     """
 
     def __init__(self, opened: zmq.Socket[bytes], *, counts: bool = False) -> None:
@@ -130,7 +130,7 @@ class ZmqSocket:
 
     @property
     def address(self) -> str:
-        """Where it is bound. O(1)."""
+        """The address that it is bound to. O(1)."""
         return self.opened.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -242,7 +242,7 @@ class ZmqTransport:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread has not ended. O(1)."""
+        """True if the thread has been started and has not ended. O(1)."""
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
@@ -269,7 +269,7 @@ def check_endpoint(argument: str, endpoint: str) -> None:
     """Find out whether a publisher could be bound to an address, long before there is one.
 
     Args:
-        argument: what the address is called, for the error.
+        argument: the name of the address, for the error.
         endpoint: the address.
 
     Raises:

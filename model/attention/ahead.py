@@ -1,6 +1,6 @@
 """Attention of image tokens that see each other, as a batch of single tokens.
 
-Where a query also sees the tokens of its image behind it, it is a sequence of its own that ends
+Where a query also sees the tokens of its image behind it, it becomes a sequence that ends
 where the image does: a kernel that knows causal attention alone then shows it the whole image. A
 window reaches back from the query, so it is longer by what is behind the query; queries with the
 same number of tokens behind them share a call.
@@ -64,7 +64,7 @@ class Ahead:
         layers: frozenset[int],
         device: torch.device,
     ) -> "Ahead":
-        """The calls of a step. O(rows * blocks of a sequence).
+        """Return the calls of a step. O(rows * blocks of a sequence).
 
         Args:
             runs: of the step.

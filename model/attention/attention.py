@@ -34,7 +34,7 @@ IMPLEMENTATION = "kvcore_paged"
 
 
 class Attending(Protocol):
-    """What a forward pass passes to its attention layers."""
+    """The pass that a layer hands its queries, keys and values to."""
 
     def attend(
         self,
@@ -45,14 +45,14 @@ class Attending(Protocol):
         terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             layer: index of the layer.
             query: [num_tokens, num_q_heads, head_dim].
             key: [num_tokens, num_kv_heads, head_dim].
             value: like `key`; if narrower, the first numbers of a latent that is the key.
-            terms: what the layer asks for. Its window may be None where only a mask defines it; the
+            terms: the layer's constants. Its window may be None where only a mask defines it; the
                 layout has the true one.
             chosen: int32 [num_tokens, count], the positions that each token attends to, as `choose`
                 gave them for this layer or an earlier one; None: all that it sees.
@@ -63,7 +63,7 @@ class Attending(Protocol):
         ...
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
-        """The positions with the highest scores of an index: int32 [num_tokens, count].
+        """Return the positions with the highest scores of an index: int32 [num_tokens, count].
 
         Args:
             layer: index of the layer.
@@ -80,10 +80,10 @@ class PagedPass:
     """A forward pass on paged caches.
 
     Attributes:
-        backend: computes it.
+        backend: the backend that computes it.
         caches: of every layer.
         layout: the group of each layer.
-        batches: for each group where the step's tokens are.
+        batches: for each group the places of the step's tokens.
         ahead: the tokens that see some behind them; None: there are none.
         entries: compressed keys; None: no layer has any.
     """
@@ -172,7 +172,7 @@ def attend(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that Transformers calls in each layer.
+    """Compute attention: Transformers calls this function in each layer.
 
     Args:
         module: the attention layer; has `layer_idx`.
@@ -251,7 +251,7 @@ def logits_of(
         network: with our attention.
         input_ids: [1, num_tokens].
         position_ids: like `input_ids`.
-        rows: [num_sampled], whose logits are wanted.
+        rows: [num_sampled], the rows whose logits are wanted.
         passing: further arguments of the network: `paged`, and its states.
 
     Returns:
@@ -269,7 +269,7 @@ def logits_of(
 def follow_layers(network: nn.Module) -> None:
     """Have modules that serve several layers know the one of each call. O(modules).
 
-    A module that several layers share (Zamba) has no index of its own, and is given one.
+    A module that several layers share (Zamba) has no layer index, and is given one.
 
     Args:
         network: its modules are changed for its whole life.

@@ -67,7 +67,7 @@ class StepTensors:
     adapter_slots: Tensor | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
-        """The same on a device; the copies may still run on return. O(its bytes)."""
+        """Return the same on a device; the copies may still run on return. O(its bytes)."""
         if device.type == "cpu":
             return self
         sent: dict[int, Tensor] = {}  # tensors that groups share are sent once
@@ -103,14 +103,14 @@ class StepTensors:
         )
 
     def adapted(self) -> "StepTensors":
-        """The same with the adapter of the first slot for all tokens. O(num_tokens)."""
+        """Return the same with the adapter of the first slot for all tokens. O(num_tokens)."""
         return replace(self, adapter_slots=torch.zeros_like(self.input_ids[0]))
 
 
 def prompt_step(
     num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
 ) -> StepTensors:
-    """A step of one prompt that stores nothing and reads only the null block. O(num_tokens).
+    """Return a step of one prompt that stores nothing and reads only the null block. O(num_tokens).
 
     Args:
         num_tokens: of the prompt.
@@ -138,7 +138,7 @@ def prompt_step(
 
 
 def chosen_ids(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
-    """The tokens of a step, with those that the previous step has drawn. O(num_tokens).
+    """Return the tokens of a step, with those that the previous step has drawn. O(num_tokens).
 
     Args:
         input_ids: int64 [1, num_tokens].
@@ -161,7 +161,7 @@ class _Buffer:
         self._view: NDArray[Any] = self._memory.numpy()
 
     def of(self, *shape: int) -> tuple[NDArray[Any], Tensor]:
-        """The first entries, flat to be written, and as a tensor of this shape. O(1).
+        """Return the first entries, flat to be written, and as a tensor of this shape. O(1).
 
         O(entries) when the buffer grows.
         """
@@ -205,13 +205,13 @@ class _Tables:
     def shared_prefix(
         self, starts: NDArray[np.int64], worth: Worth
     ) -> backends.SharedPrefix | None:
-        """The prefix that neighbours share before the tokens of this step, if reading it once pays.
+        """Return the prefix that neighbours share before this step's tokens, if that pays.
 
         O(rows), and O(shared entries) when the sequences of the batch have changed.
 
         Args:
             starts: [num_seqs], the tokens of each before this step.
-            worth: when it pays.
+            worth: the least saving that pays.
         """
         if self._run is None:
             rows = len(self._sequences)
@@ -226,7 +226,7 @@ class _Tables:
         return backends.SharedPrefix(first, count, tokens)
 
     def shaped(self) -> Tensor:
-        """The rows as wide as the widest; for a GPU wider, so that they are contiguous. O(rows)."""
+        """Return rows of the widest one's width; for a GPU wider, to be contiguous. O(rows)."""
         is_read_here = self._device.type == "cpu"
         width = max(self._rows.lengths) if is_read_here else self._tensor.shape[1]
         if self._shaped.shape != (len(self._sequences), width):
@@ -245,11 +245,11 @@ class BatchBuilder:
     """Turns a step into tensors on the host, in buffers that it reuses.
 
     Args:
-        device: where the tensors are sent; for a GPU the buffers are page-locked.
+        device: the target of the tensors; for a GPU the buffers are page-locked.
         num_groups: KV cache groups.
         chunks: for each group the chunk of its layers; None: no chunks.
-        worth: for each group when a shared prefix is passed on; None: never.
-        has_states: whether sequences have states of recurrent layers.
+        worth: for each group the least saving for a shared prefix; None: never.
+        has_states: True if sequences have states of recurrent layers.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class BatchBuilder:
     def _write_states(
         self, chunks: Sequence[Chunk], sequences: Sequence[kvcore.KVSequence]
     ) -> StateStep:
-        """The state that each chunk begins with, and where the one behind its known tokens goes."""
+        """Write the blocks of the states that chunks read, and of those after known tokens."""
         shape = (len(sequences), len(sequences[0].state_blocks[1]))
         (reads, before), (writes, after) = [buffer.of(*shape) for buffer in self._states]
         kvcore.write_states(sequences, reads, writes)
@@ -408,7 +408,7 @@ class BatchBuilder:
 
 
 def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tokens whose logits are used: the last known ones, the draft tokens, the scored ones."""
+    """Return the tokens whose logits are used: the last known, the draft and the scored ones."""
     counts = np.array([len(chunk.drafts) for chunk in chunks])
     known = (ends - 1 - counts).repeat([len(chunk.sampling) for chunk in chunks])
     begins = ends - np.array([chunk.num_tokens for chunk in chunks])
@@ -417,12 +417,12 @@ def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[n
 
 
 def _runs(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """From each of `begins` on as many numbers as `counts` says, one run after the other."""
+    """Return runs of `counts` numbers from each of `begins` on, one after the other."""
     return np.repeat(begins - counts.cumsum() + counts, counts) + np.arange(counts.sum())
 
 
 def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:
-    """Which tokens belong to long texts."""
+    """Return True for each token that belongs to a long text; None: there is none."""
     are_long = [request.is_long for request in requests]
     return torch.from_numpy(np.array(are_long)[rows])[None] if any(are_long) else None
 
@@ -430,7 +430,7 @@ def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor
 def _slots(
     table: NDArray[np.int32], rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int
 ) -> NDArray[np.int64]:
-    """The slot of each position in the sequence of its row. O(positions)."""
+    """Return the slot of each position in the sequence of its row. O(positions)."""
     blocks, offsets = np.divmod(positions, block_size)
     inside = np.minimum(blocks, table.shape[1] - 1)
     slots: NDArray[np.int64] = table[rows, inside].astype(np.int64) * block_size + offsets

@@ -1,6 +1,6 @@
 """Chunked attention as a batch of shorter sequences.
 
-Where a query sees only its own chunk, each chunk is a text of its own: its keys start at the start
+Where a query sees only its chunk, each chunk acts like a separate text: its keys start at the start
 of the chunk, and attention in it is causal and full. So a sequence becomes one sequence per chunk
 that its new tokens touch, each with its part of the block table. Kernels need not know.
 
@@ -27,7 +27,7 @@ def chunked_batch(
     chunk: int,
     block_size: int,
 ) -> backends.PagedBatch:
-    """The batch of a step for layers with chunks. O(num_tokens / chunk + num_seqs) rows, new.
+    """Return a step's batch for layers with chunks. O(num_tokens / chunk + num_seqs) rows, new.
 
     Args:
         table: [num_seqs, at least the blocks of any sequence] of the group.

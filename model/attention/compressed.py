@@ -35,13 +35,13 @@ from model.errors import UnsupportedModelError
 
 
 class Completed(NamedTuple):
-    """What a compressor gets of a step.
+    """The parts from which a compressor makes the entries that a step completes.
 
     Attributes:
         parts: [num_windows, rate, num_parts, dim], of all tokens of the entries that are complete
             now; each run of a sequence begins with the entry before it where entries overlap.
         positions: int64 [num_windows], of the first token of each.
-        is_new: bool [num_windows], whether its entry is to be stored.
+        is_new: bool [num_windows], True for an entry that is to be stored.
     """
 
     parts: Tensor
@@ -50,7 +50,7 @@ class Completed(NamedTuple):
 
 
 class Entries(Protocol):
-    """What a pass does for compressors; `layer` is the index of the layer."""
+    """The part of a pass that compressors call; `layer` is the index of the layer."""
 
     def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
         """Store the parts of the step's tokens, and return those of the entries they complete.
@@ -59,7 +59,7 @@ class Entries(Protocol):
             layer: index of the layer.
             parts: [num_tokens, num_parts, dim], of keys or of gates; the second half are gates.
             rate: tokens per entry.
-            is_index: whether they make entries of the index.
+            is_index: True if they make entries of the index.
         """
         ...
 
@@ -69,7 +69,7 @@ class Entries(Protocol):
         Args:
             layer: index of the layer.
             rows: [num_entries, dim], in the order of `complete`.
-            is_index: whether they are entries of the index.
+            is_index: True if they are entries of the index.
         """
         ...
 
@@ -79,7 +79,7 @@ class Entries(Protocol):
 
 
 def none_complete(parts: Tensor, rate: int) -> Completed:
-    """What a pass without caches answers. O(1)."""
+    """Return the answer of a pass without caches: no entry is complete. O(1)."""
     nothing = torch.zeros(0, dtype=torch.int64, device=parts.device)
     return Completed(parts.new_zeros((0, rate, *parts.shape[1:])), nothing, nothing.bool())
 
@@ -96,7 +96,7 @@ def follow_compressors(network: nn.Module) -> None:
 def _stand_in(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook: give a layer with a compressor a cache that stands for those of the pass."""
+    """Give a layer with a compressor a cache that stands for those of the pass; a hook."""
     paged = kwargs.get("paged")
     if paged is None:
         return None
@@ -133,7 +133,7 @@ class _CompressorCache(ReportedLength):
     def store_compression_weights(
         self, name: str, keys: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep what tokens contribute; what the completed entries are made of. `complete`'s cost.
+        """Keep the parts of tokens; return those of the completed entries. `complete`'s cost.
 
         Returns:
             Keys and gates [1, num_windows * rate, width], and int64 [num_windows]: added to
@@ -156,15 +156,15 @@ class _CompressorCache(ReportedLength):
         return both[:, :, 0], both[:, :, 1], completed.positions - begins
 
     def update_overlap_state(self, name: str, *_: object) -> tuple[None, None]:
-        """The window before the first one is among those given, so nothing is kept. O(1)."""
+        """Keep nothing: the window before the first one is among those given. O(1)."""
         self._overlapping.add(name)
         return None, None
 
     def update_compressor_states(self, name: str, rows: Tensor) -> "Tensor | Index":
-        """Store the entries; stand-in for those of the whole text. `store_entries`'s cost.
+        """Store the entries; return a stand-in for those of the whole text. `store_entries`'s cost.
 
         Args:
-            name: whose they are.
+            name: their name in the compressor.
             rows: [1, num_windows, dim].
         """
         owner, completed = self._owner(name), self._completed[name]
@@ -203,7 +203,7 @@ class _CompressorCache(ReportedLength):
 
 
 class _Tokens(NamedTuple):
-    """Where the tokens of a step are: both int64 [num_tokens]."""
+    """The places of a step's tokens, both int64 [num_tokens]."""
 
     sequences: Tensor
     positions: Tensor
@@ -217,8 +217,8 @@ class PagedEntries:
         backend: stores, scores and attends.
         caches: of every layer.
         layout: the group of each layer, of its parts and of its entries.
-        batches: for each group where the step's tokens are.
-        kept: what serves several layers of the step, and the entries that were chosen for one.
+        batches: for each group the places of the step's tokens.
+        kept: results for several layers of the step, and the entries that were chosen for one.
     """
 
     backend: backends.Backend
@@ -228,7 +228,10 @@ class PagedEntries:
     kept: dict[object, Any] = field(default_factory=dict)
 
     def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
-        """As `Entries.complete`. O(tokens of the completed entries); waits for a GPU."""
+        """Store the parts of the step's tokens, and return those of the entries they complete.
+
+        O(tokens of the completed entries); waits for a GPU.
+        """
         *numbers, entries = self.layout.beside[self.layout.numbers[layer]]
         caches: Mapping[int, backends.KVCache] | Sequence[backends.KVCache]
         caches = self.caches.indexes if is_index else self.caches.layers
@@ -248,7 +251,7 @@ class PagedEntries:
         return Completed(torch.stack(found, 2), positions[:, 0], is_new)
 
     def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """As `Entries.store_entries`."""
+        """Store the entries that the step completes."""
         *_, entries = self.layout.beside[self.layout.numbers[layer]]
         cache = self.caches.indexes[entries] if is_index else self.caches.layers[entries]
         if len(rows):
@@ -256,7 +259,7 @@ class PagedEntries:
             self.backend.store_kv(rows.unsqueeze(1), None, cache, slots)
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
-        """As `Entries.choose_entries`; where no token sees more than `count`, all are."""
+        """Choose the entries that each token attends to; all if no token sees more than `count`."""
         number = self.layout.numbers[layer]
         *_, entries = self.layout.beside[number]
         batch, rate = self._batch(entries), self.layout.layers[entries].rate
@@ -321,7 +324,7 @@ class PagedEntries:
         return self.batches[self.layout.places[number][0]]
 
     def _tokens(self) -> _Tokens:
-        """The sequence of each token of the step, and its position there."""
+        """Return the sequence of each token of the step, and its position there."""
         if "tokens" not in self.kept:
             batch = self.batches[0]
             rows = torch.arange(batch.num_tokens, device=batch.device)
@@ -333,7 +336,7 @@ class PagedEntries:
         return found
 
     def _completed(self, entries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The entries that the step completes: sequence, last position, and slot of each."""
+        """Return the entries that the step completes: sequence, last position, and slot of each."""
         key = ("completed", self.layout.places[entries][0])
         if key not in self.kept:
             batch, rate = self._batch(entries), self.layout.layers[entries].rate
@@ -346,7 +349,7 @@ class PagedEntries:
         return found
 
     def _windows(self, entries: int, *, overlaps: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows that a compressor gets: sequence, last position, and whether it is new.
+        """Return a compressor's windows: sequence, last position, and True if one is new.
 
         Where windows overlap, a new one whose predecessor is not new comes behind that one.
         """
@@ -368,7 +371,7 @@ class PagedEntries:
         return found
 
     def _recent(self, number: int, size: int) -> tuple[Tensor, Tensor]:
-        """The window of each token: [2, num_tokens, width] blocks and offsets, and their number."""
+        """Return each token's window: [2, num_tokens, width] blocks and offsets, their number."""
         group, window = self.layout.places[number][0], self.layout.layers[number].window
         key = ("recent", group)
         if key not in self.kept:
@@ -382,6 +385,6 @@ class PagedEntries:
         return found
 
     def _slots(self, table: Tensor, rows: Tensor, size: int) -> Tensor:
-        """Blocks and offsets of some rows of each token's sequence: int64 [2, *rows.shape]."""
+        """Return blocks and offsets of rows of each token's sequence: int64 [2, *rows.shape]."""
         sequences = self._tokens().sequences[:, None]
         return torch.stack([table[sequences, rows // size].long(), rows % size])

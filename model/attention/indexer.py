@@ -27,7 +27,7 @@ from kvcore.adapters.recurrent import CACHE_ARGUMENT, ReportedLength
 from model.errors import UnsupportedModelError
 
 _SAME = frozenset({"float", "to", "transpose", "unsqueeze", "squeeze", "contiguous"})
-"""What changes the form of keys and scores alone; the forms of products say the rest."""
+"""The methods that keep the numbers of keys and scores; the shapes of products show the rest."""
 
 
 def follow_indexers(network: nn.Module) -> None:
@@ -40,7 +40,7 @@ def follow_indexers(network: nn.Module) -> None:
 
 
 def hook_layers(network: nn.Module, part: str, hook: Callable[..., Any]) -> None:
-    """Call a hook before each layer that has a module of this name; once, however often asked for.
+    """Call a hook before each layer that has a module of this name; a hook is added only once.
 
     O(modules).
     """
@@ -52,23 +52,23 @@ def hook_layers(network: nn.Module, part: str, hook: Callable[..., Any]) -> None
 
 
 class SeenTokens:
-    """Stands for the mask of a layer: what a query sees, the batch says."""
+    """Stands for the mask of a layer: the batch says which tokens a query sees."""
 
     dtype = torch.bool
 
     def __getitem__(self, _: object) -> "SeenTokens":
-        """Of any part of it. O(1)."""
+        """Return the same stand-in for any part of it. O(1)."""
         return self
 
     def __invert__(self) -> "SeenTokens":
-        """The tokens that are not seen; only `masked_fill` takes it. O(1)."""
+        """Return a stand-in for the tokens not seen; only `masked_fill` takes it. O(1)."""
         return self
 
 
 def _stand_in(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook: give a layer with an indexer a cache and a mask that stand for those of the pass."""
+    """Give a layer with an indexer a cache and a mask that stand for the pass's; a hook."""
     paged = kwargs.get("paged")
     if paged is None:
         return None
@@ -96,7 +96,7 @@ class _IndexCache(ReportedLength):
         self._paged = paged
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> "Index":
-        """Stand-in for the index keys of each whole text. O(1)."""
+        """Return a stand-in for the index keys of each whole text. O(1)."""
         if keys.dim() != 3 or keys.shape[0] != 1:
             _refuse(self._module, f"has keys of shape {list(keys.shape)}")
 
@@ -117,16 +117,16 @@ class _IndexCache(ReportedLength):
 
 
 class NoChoice:
-    """What an indexer returns in a pass that chooses nothing: every query attends to all."""
+    """The choice of an indexer in a pass that chooses nothing: every query attends to all."""
 
     def to(self, *_: object, **__: object) -> "NoChoice":
-        """In any dtype. O(1)."""
+        """Return the same, whatever the dtype. O(1)."""
         return self
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What `topk` returns."""
+    """The result of `topk`."""
 
     indices: Tensor | NoChoice
 
@@ -136,15 +136,15 @@ class Index:
     """Stands for index keys, then for their scores, in the code of an indexer.
 
     Attributes:
-        module: the layer.
+        keys: [1, num_keys, index_dim]: the index keys that the code sees.
         keys: [1, num_keys, index_dim]: as many as the code shall see.
         choose: from queries [num_tokens, num_heads, index_dim], weights [num_tokens, num_heads] and
             a number the positions that `topk` returns.
         query: [1, num_tokens, num_heads, index_dim]; None: no product was taken yet.
         weights: [1, num_tokens, 1, num_heads]; None: heads are not weighted yet.
-        factor: of the scores.
-        is_positive: whether scores below 0 were set to 0.
-        is_sum: whether the weighted heads are added up.
+        is_positive: True if scores below 0 were set to 0.
+        is_sum: True if the weighted heads are added up.
+        is_sum: True if the weighted heads are added up.
     """
 
     module: nn.Module
@@ -164,7 +164,7 @@ class Index:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> "Index":
-        """A function of PyTorch that gets a stand-in. O(1)."""
+        """Handle a function of PyTorch that gets a stand-in. O(1)."""
         del types
         name = getattr(func, "__name__", "").strip("_")
         self: Index = next(arg for arg in args if isinstance(arg, cls))
@@ -223,7 +223,7 @@ class Index:
         return (1, self.keys.shape[1], sys.maxsize)
 
     def topk(self, k: int, dim: int = -1) -> _Choice:
-        """The positions of the highest scores, from the pass. Its cost."""
+        """Return the positions of the highest scores, from the pass. Its cost."""
         if self.query is None or self.weights is None or not self.is_sum or dim != -1:
             _refuse(self.module, f"takes the highest of its {self._what}")
         weights = self.weights[0, :, 0].float() * self.factor

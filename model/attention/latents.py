@@ -3,7 +3,7 @@
 Such a layer (DeepSeek-V2, arXiv:2405.04434) computes keys and values of all heads from one vector
 per token with a matrix. The matrix can be absorbed: queries are multiplied by its key part and
 results by its value part, and the cache holds only the vector. In Transformers such modules
-decompress in a method of their own, `expand_kv`, which is replaced here.
+decompress in a separate method, `expand_kv`, which is replaced here.
 
 Decides: which layers are absorbed: those whose `expand_kv` gives, on random numbers, what the two
 products give, and whose latents the backend supports. The others stay as they are.
@@ -40,7 +40,7 @@ class _Absorbed:
     value_dim: int
 
     def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, heads, num_tokens, ...]: of one head, or as the layer makes them."""
+        """Return keys and values [1, heads, num_tokens, ...]: of one head, or the layer's."""
         module: Any = self.module
         if module.config._attn_implementation.startswith(OURS):  # noqa: SLF001
             return torch.cat([latent, rotated], -1), latent
@@ -48,13 +48,13 @@ class _Absorbed:
         return expanded
 
     def queries(self, query: Tensor) -> Tensor:
-        """Queries for latents: [num_tokens, num_heads, latent_dim + rotated_dim]."""
+        """Return queries for latents: [num_tokens, num_heads, latent_dim + rotated_dim]."""
         plain, rotated = torch.tensor_split(query, [self.key_dim], 2)
         keys = self._matrix()[:, : self.key_dim]
         return torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), rotated], 2)
 
     def values(self, out: Tensor) -> Tensor:
-        """The layer's results from those over latents: [num_tokens, num_heads, value_dim]."""
+        """Return the layer's results from those of latents: [num_tokens, num_heads, value_dim]."""
         values = self._matrix()[:, self.key_dim :]
         return (out.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
 
@@ -83,7 +83,7 @@ def absorb(network: nn.Module, max_latent_dim: int) -> int:
 
 
 def absorbed(module: nn.Module) -> _Absorbed | None:
-    """The replacement of a layer's `expand_kv`; None: it has keys and values."""
+    """Return the replacement of a layer's `expand_kv`; None: it has keys and values."""
     record = module.__dict__.get("expand_kv")
     return record if isinstance(record, _Absorbed) else None
 

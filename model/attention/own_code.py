@@ -37,10 +37,10 @@ _SLOPES = "alibi_slopes"
 
 @dataclass(slots=True)
 class _Passing:
-    """What the pass that is under way gives to layers that it cannot reach.
+    """The arguments of the current pass, for layers that get none of them.
 
     Attributes:
-        paged: its argument; None: the class's own attention is wanted.
+        paged: the pass's argument `paged`; None: the class's own attention computes.
         positions: int64 [1, num_tokens].
     """
 
@@ -51,7 +51,7 @@ class _Passing:
     def enter(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, Any]]:
-        """Before a pass of the network."""
+        """Note the arguments before a pass of the network."""
         known = inspect.signature(type(module).forward).parameters
         self.paged, self.positions = kwargs.pop("paged", None), kwargs.get("position_ids")
         takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
@@ -59,7 +59,7 @@ class _Passing:
         return args, given if self.paged is not None else kwargs
 
     def leave(self, *_: object) -> None:
-        """After a pass, also one that failed."""
+        """Forget the arguments after a pass, also one that failed."""
         self.paged = self.positions = None
 
     def attend(
@@ -72,14 +72,14 @@ class _Passing:
         scale: float,
         alibi_scale: float | None = None,
     ) -> Tensor:
-        """The network's attention: [1, num_tokens, num_q_heads, value_dim].
+        """Compute the network's attention: [1, num_tokens, num_q_heads, value_dim].
 
         Args:
             module: the layer.
             query: [1, num_q_heads, num_tokens, head_dim].
             key: [1, num_kv_heads, num_tokens, head_dim].
             value: like `key`.
-            mask: what Transformers made; None: the batch says which keys a query sees.
+            mask: Transformers' mask; None: the batch says which keys a query sees.
             scale: of the logits.
             alibi_scale: of ALiBi's slopes; None: there are none.
         """
@@ -97,7 +97,7 @@ class _Passing:
 def add_alibi(
     query: Tensor, key: Tensor, slopes: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose products have slope * key position too. O(their size).
+    """Return queries and keys whose products add slope * key position. O(their size).
 
     Args:
         query: [1, num_q_heads, num_tokens, head_dim].
@@ -119,14 +119,14 @@ def add_alibi(
 
 
 def _alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head, as all classes here have them."""
+    """Return the slope of each head, which all classes here compute alike."""
     near = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (n + 1) / near) for n in range(near)]
     return slopes + [2 ** (-4 * (2 * n + 1) / near) for n in range(num_heads - near)]
 
 
 def has_alibi(network: nn.Module) -> bool:
-    """Whether keys hold positions, which no scale may change. O(modules)."""
+    """Return True if keys hold positions for ALiBi, so no scale may change them. O(modules)."""
     return any(hasattr(module, _SLOPES) for module in network.modules())
 
 
@@ -169,7 +169,7 @@ def _falcon(
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embeddings, as Llama has them; cos and sin: [1, num_tokens, head_dim]."""
+    """Return rotary embeddings, as Llama has them; cos and sin: [1, num_tokens, head_dim]."""
     low, high = states.chunk(2, -1)
     return states * cos.unsqueeze(1) + torch.cat([-high, low], -1) * sin.unsqueeze(1)
 
@@ -180,7 +180,7 @@ def _falcon_model(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """With `use_alibi` the class would put ALiBi of counted positions into the mask."""
+    """Run the model without ALiBi of counted positions in its mask, which `use_alibi` would add."""
     del passing
     was, module.use_alibi = module.use_alibi, False
     try:
@@ -215,7 +215,7 @@ def _mpt_model(
     attention_mask: Tensor | None = None,
     **_: object,
 ) -> BaseModelOutputWithPastAndCrossAttentions:
-    """The class needs a mask, and would make ALiBi of counted positions."""
+    """Run the model without ALiBi of counted positions, which the class would compute."""
     del passing
     states = module.wte(input_ids)
     no_cache: Any = {CACHE_ARGUMENT: None}
@@ -233,7 +233,7 @@ def _unreached(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """A layer that calls Transformers' interface, and whose model gives it no arguments."""
+    """Run a layer that calls Transformers' interface, but gets no arguments from its model."""
     return type(module).forward(module, *args, **kwargs, paged=passing.paged)
 
 
@@ -245,7 +245,7 @@ def _eager(
     value: Tensor,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """`_attn` of the classes after GPT-J, whose queries and keys are rotated before."""
+    """Run `_attn` of the classes after GPT-J, which rotate queries and keys before it."""
     norm = module.norm_factor if hasattr(module, "norm_factor") else module.scale_attn
     query, key = query.to(value.dtype), key.to(value.dtype)
     out = passing.attend(module, query, key, value, attention_mask, 1 / float(norm))
@@ -278,7 +278,7 @@ def _gpt_neo(
 ) -> tuple[Tensor, None]:
     module.layer_idx = module.layer_id
     made, window = getattr(attention_mask, "made_by", None), module.config.window_size
-    if made is not None and module.attention_type == "local":  # the class has a mask of its own
+    if made is not None and module.attention_type == "local":  # the class makes another mask
         attention_mask = attention_mask[:]
         attention_mask.made_by = lambda *at: made(*at) & (at[3] > at[2] - window)
     out = passing.attend(module, query, key, value, attention_mask, scale=1.0)
@@ -343,5 +343,5 @@ def _either(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """The class's own method, or what stands in for it in our passes."""
+    """Run the method of the class, or in our passes its replacement."""
     return (original if passing.paged is None else own)(*args, **kwargs)

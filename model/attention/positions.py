@@ -71,7 +71,7 @@ class RowsElsewhere(TorchFunctionMode):
         self._is_moved = False  # whether the last arguments had a twin
 
     def twin(self, tensor: Tensor) -> Tensor:
-        """The tensor as it would be `shift` rows further on. O(1)."""
+        """Return the tensor as it would be `shift` rows further on. O(1)."""
         return self._twins.get(id(tensor), (tensor, tensor))[1]
 
     def __torch_function__(
@@ -105,7 +105,7 @@ class RowsElsewhere(TorchFunctionMode):
         return result
 
     def _moved(self, value: Any, name: str) -> Any:  # noqa: ANN401
-        """Arguments, replaced by their twins if they have one."""
+        """Return arguments, replaced by their twins if they have one."""
         if isinstance(value, Tensor):
             is_integer = not (value.is_floating_point() or value.dtype == torch.bool)
             if id(value) not in self._twins or (is_integer and name.strip("_") not in _ARITHMETIC):

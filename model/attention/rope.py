@@ -30,7 +30,7 @@ class RopeSwitch:
 
     Attributes:
         num_tokens: the longest text with the first factors.
-        recomputes: whether a text that grows past it is computed again.
+        recomputes: True if a text that grows past it is computed again.
     """
 
     def __init__(self, num_tokens: int, *, recomputes: bool) -> None:
@@ -52,11 +52,11 @@ class RopeSwitch:
             self._is_long = None
 
     def rotation(self, rotate: Callable[..., Any]) -> "_Rotation":
-        """The forward of a rotary embedding, with the choice. O(1)."""
+        """Return the forward of a rotary embedding, with the choice. O(1)."""
         return _Rotation(self, rotate)
 
     def chosen(self, rotate: Callable[..., Any], x: Tensor, positions: Tensor, *more: Any) -> Any:  # noqa: ANN401  # as the network's
-        """The rotation of each token. Two rotations if any token may be long."""
+        """Return the rotation of each token. Two rotations if any token may be long."""
         is_long = self._is_long
         if is_long is None:
             return rotate(x, positions, *more)
@@ -110,7 +110,7 @@ def rope_switch(network: PreTrainedModel) -> RopeSwitch | None:
 
 
 def _changes_at(module: nn.Module) -> int | None:
-    """The length at which a rotary embedding changes its factors; None: never, or it is none."""
+    """Return the length at which a rotary embedding changes its factors; None: it never does."""
     kind = getattr(module, "rope_type", None)
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
     if not isinstance(parameters, dict):

@@ -1,4 +1,4 @@
-"""Which neighbours of a batch share a prefix: attention reads it once for all of them.
+"""The neighbours of a batch that share a prefix: attention reads it once for all of them.
 
 Decides: the run of sequences with the most saved blocks (shared blocks times sequences minus one).
 
@@ -37,7 +37,7 @@ NOTHING = Shared(0, 0, 0)
 
 
 class Worth(NamedTuple):
-    """When a backend gains from a shared prefix.
+    """The least saving for which a backend gains from a shared prefix.
 
     Attributes:
         rows: the least number of rows.
@@ -52,13 +52,13 @@ class Worth(NamedTuple):
     token_bytes: int
 
     def is_reached(self, rows: int, num_tokens: int) -> bool:
-        """Whether `rows` rows that share `num_tokens` tokens gain. O(1)."""
+        """Return True if `rows` rows that share `num_tokens` tokens gain. O(1)."""
         saved = (rows - 1) * num_tokens * self.token_bytes
         return rows >= self.rows and saved >= self.num_bytes + rows * self.bytes_a_row
 
 
 def shared_run(table: NDArray[np.int32], filled: NDArray[np.int64]) -> Shared:
-    """The run that saves most, the first of equal ones; `NOTHING` if no neighbours share a block.
+    """Return the run that saves most, the first of equals; `NOTHING` if no blocks are shared.
 
     O(rows + shared entries).
 
@@ -82,7 +82,7 @@ def shared_run(table: NDArray[np.int32], filled: NDArray[np.int64]) -> Shared:
 
 
 def _common_blocks(table: NDArray[np.int32], filled: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of leading entries that each row shares with the next."""
+    """Return the number of leading entries that each row shares with the next."""
     limits = np.minimum(filled[:-1], filled[1:])
     common = np.zeros(len(limits), np.int64)
     rows = np.flatnonzero((limits > 0) & (table[:-1, 0] == table[1:, 0]))

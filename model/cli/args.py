@@ -50,12 +50,12 @@ class Options:
     """The command line, parsed.
 
     Attributes:
-        model: which runs, and on what.
-        prompts: where the prompts are.
-        sampling: how tokens are chosen: only what was given, because a prompt has its own too.
+        model: the model, and its backend.
+        prompts: the prompts.
+        sampling: the given sampling parameters alone, because a prompt may have others.
         engine: sizes.
-        output: what is printed.
-        trace: what is reported of the steps.
+        output: the format of the output.
+        trace: the reports on the steps.
     """
 
     model: ModelOptions
@@ -67,7 +67,7 @@ class Options:
 
 
 def run_flags() -> Flags:
-    """The flags of `python -m model.run`. O(flags)."""
+    """Return the flags of `python -m model.run`. O(flags)."""
     flags = Flags(
         "python -m model.run",
         "Generate text with a paged KV cache and continuous batching.",

@@ -29,12 +29,12 @@ def bar(what: str, total: int, *, is_wanted: bool = True) -> Iterator[Advance]:
     """Draw a bar for `total` equal pieces of work while the body runs.
 
     Args:
-        what: what is done.
-        total: how many pieces there are.
+        what: the name of the work.
+        total: the number of pieces.
         is_wanted: False: draw nothing, because something else is shown meanwhile.
 
     Yields:
-        What counts the pieces that are done.
+        A function that counts the pieces that are done.
     """
     is_drawn = is_wanted and sys.stderr is not None  # None: it is closed
     disable = None if is_drawn else True  # tqdm's words for: where it is a terminal

@@ -17,13 +17,13 @@ from model.engine import Engine
 
 
 def sized(asked: LatencyOptions | ThroughputOptions) -> tuple[int, ...]:
-    """The computed tokens of all requests that run at once: what the KV cache needs. O(them)."""
+    """Return the computed tokens of all requests that run at once, for the cache. O(them)."""
     count = asked.batch_size if isinstance(asked, LatencyOptions) else asked.num_prompts
     return (asked.input_len + asked.output_len - 1,) * count
 
 
 def measured(engine: Engine, asked: LatencyOptions | ThroughputOptions) -> Report:
-    """Run the measurement that was asked for. O(its steps).
+    """Run the measurement that the options name. O(its steps).
 
     Raises:
         ModelError: a request ended with an error.

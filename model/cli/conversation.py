@@ -34,14 +34,14 @@ _ENDED = "the conversation has ended"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a message.
+    """The answer to a message.
 
     Attributes:
-        text: all of it, also where it was stopped.
+        text: the whole answer, as far as it was generated.
         num_tokens: of the answer.
         num_prompt_tokens: of the conversation before it.
-        num_cached_tokens: those of them that the prefix cache had.
-        error: what ended it early; None: nothing has.
+        num_cached_tokens: those of them that were prefix cache hits.
+        error: the error that ended it early; None: there was none.
     """
 
     text: str
@@ -55,10 +55,10 @@ class Conversation:
     """A conversation with a model.
 
     Args:
-        engine: answers; nothing else runs on it.
+        engine: the engine that answers; nothing else runs on it.
         params: of every answer; its `max_tokens` is cut to what the model's length allows.
-        system: the message that it begins with; None: none.
-        lora_name: the LoRA adapter that answers; None: none does.
+        system: the system message that it begins with; None: none.
+        lora_name: the LoRA adapter of the answers; None: no adapter.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ def converse(talk: Conversation, lines: TextIO, out: TextIO, *, reports: bool = 
 
     Args:
         talk: the conversation.
-        lines: what the user writes; a terminal gets a prompt.
-        out: where answers go.
-        reports: whether tokens and prefix cache hits are told after each answer.
+        lines: the input of the user; a terminal gets a prompt.
+        out: the target of the answers.
+        reports: True if tokens and prefix cache hits are shown after each answer.
 
     Raises:
         Stopped: a signal came while a line was awaited, or another than SIGINT during an answer.
@@ -159,7 +159,7 @@ def converse(talk: Conversation, lines: TextIO, out: TextIO, *, reports: bool = 
 
 
 def _read(lines: TextIO, out: TextIO) -> str | None:
-    """The next line without the spaces around it; None: there is none.
+    """Return the next line without the spaces around it; None: there is none.
 
     Raises:
         Stopped: a signal came.

@@ -1,4 +1,4 @@
-"""How a process of the command line ends: its exit code, and the one line that says why.
+"""The end of a command-line process: its exit code, and the one line that says why.
 
 Decides: exit codes, and that a signal ends the process at once, with one line, unless the body
 handles signals itself (`signals.stopping`).
@@ -42,7 +42,7 @@ _REPORT = "This is a bug in kvcore. Please report the lines above together with 
 
 
 class Stopped(KeyboardInterrupt):  # as what it is made of, it is no error
-    """A signal asked for an end, and the work came to one."""
+    """A signal asked for an end, and the work has ended."""
 
     def __init__(self, number: int, report: str) -> None:
         super().__init__(number)
@@ -78,7 +78,7 @@ def exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaves() -> Iterator[None]:
-    """`exits` for a whole process, with its signals: it is gone when the body is done.
+    """Run the body of a whole process as `exits` does, with its signals; end it afterwards.
 
     Nothing is torn down: freeing what torch and its compilers hold takes seconds and has no
     effect. For the same reason a signal unwinds nothing; an exception raised in the middle of
@@ -95,7 +95,7 @@ def leaves() -> Iterator[None]:
 
 
 def in_flags(message: str) -> str:
-    """An error about a setting of an engine, with the names of its flags. O(settings)."""
+    """Return an error about a setting of an engine, with the names of its flags. O(settings)."""
     flags = {one.name: flag_name(one) for one in settings_of(EngineConfig) if one.flag != ""}
     return _SETTING.sub(lambda found: flags.get(found[0], found[0]), message)
 
@@ -162,7 +162,7 @@ def _fault(error: Exception) -> int:
 
 
 def _not_loaded(error: Exception) -> str:
-    """The library whose import has raised an error; empty if something else has."""
+    """Return the library whose import has raised an error; empty if something else has."""
     below: list[tuple[str, str]] = []  # package and function, of the calls below our last one
     for frame, _ in traceback.walk_tb(error.__traceback__):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -177,7 +177,7 @@ def _not_loaded(error: Exception) -> str:
 
 
 def _brief(error: BaseException) -> str:
-    """The beginning of what an error says."""
+    """Return the beginning of an error's message."""
     text = " ".join(str(error).split())
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 
@@ -185,5 +185,5 @@ def _brief(error: BaseException) -> str:
 def _drop_output() -> None:
     """Send what stdout still holds nowhere: the interpreter would complain when it flushes."""
     if sys.stdout is not None:
-        with contextlib.suppress(OSError):  # a stream without a descriptor of its own
+        with contextlib.suppress(OSError):  # a stream without a descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,7 @@
 """Files that a command writes: which may be replaced, and how.
 
 Decides: that an existing file is replaced or continued only if the same flag has written it, which
-its first characters tell, and never if it is an input of this run, or where its stdout or stderr
+its first characters show, and never if it is an input of this run, or where its stdout or stderr
 goes, under whatever name. So a wrong name costs an error and no file. Invariants: the check changes
 nothing; a file that is replaced is written beside the old one and renamed, so that a run which
 fails leaves the old one.
@@ -28,8 +28,8 @@ class OutputFile:
 
     Attributes:
         flag: that names it, for errors.
-        path: where it is.
-        begins: what a file that this flag has written begins with.
+        path: its path.
+        begins: the first characters of files that this flag has written.
     """
 
     flag: str
@@ -114,7 +114,7 @@ class OutputFile:
 
 
 def _beside(path: Path) -> Path:
-    """A new name in the same folder, of at most 212 bytes."""
+    """Return a new name in the same folder, of at most 212 bytes."""
     return path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}")
 
 

@@ -1,14 +1,14 @@
 """Imports PyTorch and Transformers with less work: no garbage collection, and known names.
 
 Transformers reads the source of its 2,500 model files, twice, to learn which name is in which file.
-What it finds is stored for later starts. Its losses, which only training computes, import SciPy and
+The names are stored for later starts. Its losses, which only training computes, import SciPy and
 torchvision: files of losses are imported when one of their functions is called.
 
 Invariants: the names are those that Transformers finds: a stored file belongs to the paths, sizes
 and times of all files that it would read. What cannot be read or stored is found as before.
 Importing this imports neither.
 
-Does not know: who uses the packages.
+Does not know: the code that uses the packages.
 """
 
 import gc
@@ -65,7 +65,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """As the base class."""
+        """Find a module, and change how it runs if it is one of the two."""
         if name not in _CHANGED:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -116,7 +116,7 @@ _CHANGED = {_FINDS_NAMES: _run, _NAMES_LOSSES: _run_without_losses}
 
 
 def _looking_up(find: Callable[..., _Names], models: Path) -> Callable[..., _Names]:
-    """`define_import_structure`, which finds the names of one folder once and for later starts."""
+    """Return a `define_import_structure` that finds a folder's names once, for later starts too."""
     known = cache(partial(_names, find, models))
 
     def define(module_path: str | Path, prefix: str | None = None) -> _Names:
@@ -133,7 +133,7 @@ def _looking_up(find: Callable[..., _Names], models: Path) -> Callable[..., _Nam
 
 
 def _names(find: Callable[..., _Names], models: Path) -> _Names:
-    """The names of a folder of models, stored for later starts. O(files)."""
+    """Return the names of a folder of models, stored for later starts. O(files)."""
     path = cache_dir() / "names" / _digest(models)
     with suppress(Exception):  # a file may hold anything
         return {
@@ -151,7 +151,7 @@ def _names(find: Callable[..., _Names], models: Path) -> _Names:
 
 
 def _digest(models: Path) -> str:
-    """A name for the sources that decide which names there are. O(files)."""
+    """Return a name for the sources that decide which names there are. O(files)."""
     facts = []
     for top in (models, models.parent / "utils"):
         for folder, _, names in os.walk(top, followlinks=True):  # as Transformers does

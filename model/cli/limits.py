@@ -23,7 +23,7 @@ _TEXTS = {
     "can't allocate memory": "AS",  # torch
     "failed to map segment": "AS",  # the loader of shared objects
 }
-"""Parts of messages, and the limit that each tells of."""
+"""Parts of messages, and the limit behind each."""
 
 _AGAIN = os.strerror(errno.EAGAIN)
 """The message of a fork or a thread that fails, and also of sockets and of locks of files."""
@@ -53,7 +53,7 @@ def allow_open_files(least: int, most: int = 65_536) -> None:
     """Raise the limit of open files as far as the system allows without privileges. O(1).
 
     Args:
-        least: how many the process needs.
+        least: the number that the process needs.
         most: the limit to raise it to; a higher one stays.
 
     Raises:
@@ -85,7 +85,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _kind(error: BaseException) -> str | None:
-    """Return the limit that one error tells of; None if it tells of none."""
+    """Return the limit behind one error, or None if there is none."""
     if isinstance(error, ModelError):  # it may quote the user; what it comes of stands behind it
         return None
     if isinstance(error, MemoryError):

@@ -1,8 +1,8 @@
 """Load for a server with OpenAI's completions, and what its clients wait for.
 
-Decides: that each request is a stream over a connection of its own, on a thread, and that a time
-is taken when a line of an event is read. The threads share one core: above some thousand tokens a
-second use a load generator of several processes, such as guidellm.
+Decides: that each request is a stream over one connection, on a thread, and that a time is taken
+when a line of an event is read. The threads share one core: above some thousand tokens a second use
+a load generator of several processes, such as guidellm.
 
 Does not know: which server it is, flags.
 """
@@ -26,7 +26,7 @@ _TIMEOUT_S = 600
 
 @dataclass(slots=True)
 class _Answer:
-    """What came of a request: the moments of its pieces, its tokens, or why there are none."""
+    """The answer to a request: the times of its pieces, and its tokens, or the error."""
 
     sent_s: float
     piece_s: list[float] = field(default_factory=list)
@@ -35,10 +35,10 @@ class _Answer:
 
 
 class _Client:
-    """Asks one server.
+    """A client of one server.
 
     Raises:
-        UsageError: its address is none.
+        UsageError: the address is not valid.
     """
 
     def __init__(self, asked: LoadOptions) -> None:
@@ -54,7 +54,7 @@ class _Client:
             self._headers["Authorization"] = f"Bearer {asked.api_key}"
 
     def model_name(self) -> str:
-        """The first model that the server lists.
+        """Return the first model that the server lists.
 
         Raises:
             UsageError: there is no such server, or it lists none.

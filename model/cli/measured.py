@@ -1,4 +1,4 @@
-"""What a measurement found: values for programs, and lines for people; what all of them need.
+"""The result of a measurement: values for programs, and lines for people.
 
 Does not know: what was measured.
 """
@@ -25,11 +25,11 @@ class Report:
 
     @property
     def text(self) -> str:
-        """All lines. O(lines)."""
+        """All lines as one text. O(lines)."""
         return "\n".join(self.lines)
 
     def add_rates(self, seconds: float, counts: Mapping[str, int]) -> None:
-        """Add how long all of it took, and how much of each a second. O(counts)."""
+        """Add the total time, and the count of each thing a second. O(counts)."""
         self.values["duration_s"] = seconds
         self.lines.append(f"duration: {seconds:.2f} s")
         for name, count in counts.items():

@@ -1,4 +1,4 @@
-"""What a command line says beside the settings of an engine and of a request.
+"""The settings of a command line beside those of an engine and of sampling.
 
 Decides: the flags that several commands have, and what they mean. Invariants: as settings have.
 
@@ -19,7 +19,7 @@ from model.trace import TRACE_BEGINS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which model runs on what."""
+    """The model of a command, its backend, its dtype and its processes."""
 
     model: str | None = setting(
         None,
@@ -61,13 +61,13 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """Its name in requests: an id on the hub unchanged, of a path the last part. O(1)."""
+        """The name in requests: an id on the hub unchanged, of a path the last part. O(1)."""
         path = Path(self.path)
         return path.name if path.exists() else self.path
 
     @property
     def follows(self) -> bool:
-        """Whether another process leads this one, which has nothing to say then. O(1)."""
+        """True if another process leads this one, which then prints nothing. O(1)."""
         return self.tp > 1 and os.environ.get("RANK", "0") != "0"
 
     @property
@@ -78,7 +78,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """Where the prompts of a run are."""
+    """The prompts of a run."""
 
     prompt: tuple[str, ...] = setting(
         (), help="prompt to continue; - reads it from stdin", is_common=True
@@ -106,7 +106,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What is said of a request, beside how its tokens are chosen."""
+    """The settings of a request beside its sampling parameters."""
 
     priority: int = setting(
         0,
@@ -153,7 +153,7 @@ class TraceOptions:
     )
 
     def file(self, *inputs: str | None) -> OutputFile | None:
-        """The file of `--trace`, checked; None: no trace is wanted. O(files of the inputs).
+        """Return the file of `--trace`, checked; None: no trace is wanted. O(files of the inputs).
 
         Args:
             inputs: files that the run reads, and folders of which it may read every file.
@@ -170,7 +170,7 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation in the terminal begins, and what is reported of it."""
+    """The settings of a conversation in the terminal."""
 
     system: str | None = setting(
         None, help="system message: what the conversation begins with", least=1, is_common=True
@@ -205,7 +205,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """How results are printed."""
+    """The format of the printed results."""
 
     json: bool = setting(False, help="print one JSON object", is_common=True)
 

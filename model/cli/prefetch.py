@@ -1,7 +1,7 @@
-"""What a start does while Python imports packages: weights, the GPU's context, other processes.
+"""The work of a start beside Python's imports: weights, the GPU's context, other processes.
 
-Imports take most of a start, and they hold Python's lock. This work does not, so it runs beside
-them on threads of its own.
+Imports take most of a start, and they hold Python's lock. This work does not, so it runs on other
+threads meanwhile.
 
 Invariants: nothing waits for it; what fails here fails again, and is reported, in the code that
 needs it. Importing this imports no torch.
@@ -31,11 +31,11 @@ def begin(options: ModelOptions, config: EngineConfig) -> Event:
     """Start all of it, on threads. O(1).
 
     Args:
-        options: which model on what.
+        options: the model and its backend.
         config: if it compiles networks, processes that do so start too.
 
     Returns:
-        To be set when PyTorch is imported: then one of them goes on with it.
+        An event to set when PyTorch is imported; one of the threads waits for it.
     """
     has_torch = Host().event()
     _start("weights", partial(read_weights, Path(options.path)))
@@ -48,7 +48,7 @@ def begin(options: ModelOptions, config: EngineConfig) -> Event:
 
 
 def may_share_compiling(config: EngineConfig) -> bool:
-    """Whether other processes may compile a network that is not split over ranks. O(1).
+    """Return True if other processes may compile a network that is not split over ranks. O(1).
 
     They hold GPU memory, so they must end before free memory is measured, and they know only
     PyTorch's own operators.
@@ -79,7 +79,7 @@ def _start(name: str, run: Callable[[], None]) -> None:
 
 
 def _may_use_gpu(options: ModelOptions) -> bool:
-    """Whether this process will use the first GPU, if there is one; ranks choose theirs later."""
+    """Return True if this process will use the first GPU, if there is one; ranks choose later."""
     if options.backend not in ("auto", "triton") or options.tp > 1:
         return False
     torch = find_spec("torch")

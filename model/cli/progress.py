@@ -32,7 +32,7 @@ def telling(work: str) -> Iterator[None]:
     """Say on stderr what is going on, if the body takes longer than a user waits in silence.
 
     Args:
-        work: what is done, as in "loading the weights".
+        work: the name of the work, as in "loading the weights".
     """
     took_s, is_over = 0.0, False
     timers: list[threading.Timer] = []

@@ -50,10 +50,10 @@ class PromptSpec:
     """One prompt.
 
     Attributes:
-        where: where it came from, for messages.
+        where: its source, for messages.
         text: the prompt; of a chat, its messages as text.
         params: how its tokens are chosen.
-        request: its priority, LoRA adapter, and what of it is cached for whom.
+        request: its priority, LoRA adapter, cache salt and retained ranges.
         images: paths of its images.
         messages: the chat that the prompt is made of; empty: the text is the prompt.
         custom_id: the name that a file gives the prompt; None: it gives none.
@@ -85,7 +85,7 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
 
     Args:
         options: the command line.
-        stdin: what a prompt of `-` reads; None: it is closed.
+        stdin: the input for a prompt of `-`; None: it is closed.
 
     Raises:
         UsageError: an empty prompt, one that is not UTF-8, a file that cannot be read or
@@ -176,7 +176,7 @@ def _stdin_text(where: str, stdin: BinaryIO | None) -> str:
 
 
 def _bounded(what: str, file: BinaryIO) -> bytes:
-    """All of a file that may have no end."""
+    """Return all of a file that may have no end."""
     data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise UsageError(f"{what}: wanted at most {_MAX_BYTES >> 20} MiB, got more")
@@ -232,7 +232,7 @@ def _images(where: str, entry: Mapping[str, object]) -> tuple[str, ...]:
 def _params(
     where: str, index: int, options: Options, entry: Mapping[str, object], *, is_batch: bool
 ) -> tuple[SamplingParams, RequestOptions]:
-    """The sampling parameters of an entry, and what else is said of it."""
+    """Return the sampling parameters and the other options of an entry."""
     try:
         own = {
             name: _value(name, value)

@@ -1,6 +1,6 @@
 """The results of a run: numbers, an aligned table, a JSON document.
 
-Decides: which numbers are told and how. `flat` is what a cache without blocks would take for the
+Decides: which numbers are shown and how. `flat` is the memory of a cache without blocks for the
 same batch: a row for each request that ran at the peak, each row with room for the longest request.
 
 Invariants: the table and the document show the same numbers.
@@ -94,7 +94,7 @@ def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float)
 
 
 def _tiers(engine: Engine) -> tuple[str, ...]:
-    """What each tier has, in words. O(tiers)."""
+    """Return a line for each tier with its counts of copies and faults. O(tiers)."""
     if engine.tiers is None:
         return ()
     return tuple(
@@ -105,7 +105,7 @@ def _tiers(engine: Engine) -> tuple[str, ...]:
 
 
 def table(stats: RunStats) -> str:
-    """The numbers as aligned lines. O(1)."""
+    """Return the numbers as aligned lines. O(1)."""
     ratio = stats.flat_kv_bytes / max(1, stats.paged_kv_bytes)
     per_second = f"{stats.tokens_per_second:,.0f}"
     hits = f"{stats.num_hit_tokens} of {stats.num_prompt_tokens} prompt tokens"
@@ -146,10 +146,10 @@ def document(
     mismatches: Sequence[Mismatch] | None,
     names: Sequence[str | None],
 ) -> dict[str, object]:
-    """The whole run as one JSON document. O(all tokens).
+    """Return the whole run as one JSON document. O(all tokens).
 
     Args:
-        about: what ran: model, backend, device, dtype.
+        about: the model, backend, device and dtype of the run.
         completions: in the order of the prompts, all samples of one after the other.
         stats: of the run.
         mismatches: of the verification; None: there was none.

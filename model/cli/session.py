@@ -47,7 +47,7 @@ _Encoded = tuple[list[int], PromptImages | None]
 
 @dataclass(frozen=True, slots=True)
 class _Generated:
-    """What came out, all requests in the order of the prompts, and what ended it before its end."""
+    """The completions in the order of the prompts, and the error that ended the run early."""
 
     completions: list[Completion]
     elapsed_s: float
@@ -62,7 +62,7 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
 
     Raises:
         ModelError: the input cannot be run.
-        OSError: what was printed could not be written.
+        OSError: the output could not be written.
     """
     what = options.model
     with input_errors():
@@ -160,7 +160,7 @@ def _report(
 
 
 def _tell_failed(specs: Sequence[PromptSpec], requests: Sequence[Request]) -> int:
-    """Name the requests that ended by an error of their own; how many there are."""
+    """Name the requests that ended alone, by an error; return their number."""
     places = [spec.where for spec in specs for _ in range(spec.params.n)]
     failed = [
         (where, request)
@@ -186,7 +186,7 @@ def _engine(
     specs: Sequence[PromptSpec],
     prompts: Sequence[_Encoded],
 ) -> Engine:
-    """An engine with room for the prompts, unless its size was given."""
+    """Return an engine with room for the prompts, unless its size was given."""
     lengths = tuple(  # the last token is handed out and never computed
         len(prompt) + spec.params.max_tokens - 1
         for spec, (prompt, _) in zip(specs, prompts, strict=True)
@@ -197,9 +197,9 @@ def _engine(
 
 
 def _follow(model: LoadedModel, engine: TwinEngine) -> int:
-    """What a rank does that is not the first: the same, and it says nothing.
+    """Run a rank that is not the first: it takes the same steps and prints nothing.
 
-    A signal reaches the first one too, which tells the others when to end.
+    A signal reaches the first rank too, which sends the others the end.
     """
     warm_up(engine)
     with stopping():

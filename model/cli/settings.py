@@ -54,11 +54,11 @@ class Said:
         self._defaults = defaults
 
     def given(self, declared: type["DataclassInstance"]) -> dict[str, object]:
-        """The settings of a class that stand on the command line, no defaults. O(settings)."""
+        """Return the settings of a class that the command line gives, no defaults. O(settings)."""
         return dict(self._given[declared])
 
     def of(self, declared: type[_Declared], **defaults: object) -> _Declared:
-        """The settings of a class: what was given, else the command's default, else its own.
+        """Return the settings of a class: given ones, else the command's defaults, else its own.
 
         Args:
             declared: the class.
@@ -76,7 +76,7 @@ class Said:
         return declared(**values)
 
     def over(self, settings: _Declared) -> _Declared:
-        """The same over other defaults: an instance, and what was given in its place.
+        """Return the same over other defaults: an instance, and the given settings in their place.
 
         Raises:
             InvalidArgumentError: settings that mean nothing together.
@@ -132,10 +132,10 @@ class Flags:
         """Add a flag for each setting of a class. O(settings).
 
         Args:
-            title: what the flags are about; those of one title stand together.
+            title: the subject of the flags; those of one title stand together.
             declared: the class.
             without: its settings that mean nothing to this command.
-            defaults: what this command's own defaults are, where they are not the class's.
+            defaults: the defaults of this command that differ from the class's.
         """
         groups = self._parser._action_groups  # noqa: SLF001  # no other way to find one again
         group = next((one for one in groups if one.title == title), None)
@@ -189,7 +189,7 @@ class Flags:
         return Said(given, self._defaults)
 
     def _unknown(self, words: list[str]) -> str:
-        """What is wrong with words that are no flags, and which flag may have been meant."""
+        """Return the error for words that are no flags, with the flag that may have been meant."""
         flags = self._parser._option_string_actions  # noqa: SLF001  # no other way to list them
         asked = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
         near = difflib.get_close_matches(asked, flags, n=1, cutoff=0.75)
@@ -197,7 +197,7 @@ class Flags:
         return f"unrecognized arguments: {' '.join(words)}; {hint}"
 
     def rows(self) -> dict[str, list[FlagRow]]:
-        """Every flag as a page describes it, by title. O(settings)."""
+        """Return every flag as a page describes it, by title. O(settings)."""
         rows: dict[str, list[FlagRow]] = {}
         for declared, title in self._titles.items():
             for one in self._flagged[declared]:
@@ -215,12 +215,12 @@ class Flags:
 
 
 def flag_name(one: Setting) -> str:
-    """A setting's flag: --block-size. O(1)."""
+    """Return a setting's flag: --block-size. O(1)."""
     return "--" + (one.flag or one.name).replace("_", "-")
 
 
 def num_bytes(text: str) -> int:
-    """A size such as 1073741824, 512M or 2GiB; K, M, G and T are powers of 1024. O(text).
+    """Return the bytes of a size such as 512M or 2GiB; K, M, G and T are powers of 1024. O(text).
 
     Raises:
         ValueError: it is none.
@@ -282,7 +282,7 @@ def _metavar(one: Setting) -> str:
 
 
 def _default_text(one: Setting, default: object) -> str:
-    """A default as help shows it; nothing where that is nothing."""
+    """Return a default as help shows it; nothing where that is nothing."""
     if default is True:
         return "on"
     if one.unit == "bytes" and isinstance(default, int) and default >= 1024:
@@ -296,7 +296,7 @@ def _default_text(one: Setting, default: object) -> str:
 
 
 def _reader(one: Setting) -> Callable[[str], object]:
-    """What makes a value of a flag's text, checked."""
+    """Return the function that makes a value of a flag's text, and checks it."""
 
     def read(text: str) -> object:
         if one.unit == "list":

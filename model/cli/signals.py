@@ -21,24 +21,24 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 def word(number: int) -> str:
-    """What a signal did, in words. O(1)."""
+    """Return the word for what a signal did, such as "interrupted". O(1)."""
     return _WORDS[signal.Signals(number).name]
 
 
 def end_by(handler: Handler) -> None:
-    """Have every such signal handled so from now on. O(1)."""
+    """Install a handler for every such signal. O(1)."""
     for number in _handled():
         signal.signal(number, handler)
 
 
 class StopRequest:
-    """Whether a signal has asked for an end.
+    """The handler of signals that ask for an end; true once one has come.
 
     Args:
         notify: called by the first signal, in the main thread.
 
     Attributes:
-        number: of the first signal; None: none has come.
+        number: the first signal; None: none has come.
     """
 
     def __init__(self, notify: Callable[[], object] = lambda: None) -> None:
@@ -52,12 +52,12 @@ class StopRequest:
         return self.number is not None
 
     def handle(self) -> None:
-        """Install the handlers; again after a library has installed its own. O(1)."""
+        """Install the handlers, also again after a library has installed other ones. O(1)."""
         for number in self._before:
             signal.signal(number, self._ask)
 
     def restore(self) -> None:
-        """Install the handlers of before. O(1)."""
+        """Install the previous handlers. O(1)."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -85,7 +85,7 @@ def stopping(notify: Callable[[], object] = lambda: None) -> Iterator[StopReques
         notify: called by the first signal, in the main thread.
 
     Yields:
-        What to look at between two pieces of work.
+        The request to stop, to be checked between two pieces of work.
     """
     asked = StopRequest(notify)
     asked.handle()
@@ -96,6 +96,6 @@ def stopping(notify: Callable[[], object] = lambda: None) -> Iterator[StopReques
 
 
 def _handled() -> list[signal.Signals]:
-    """The signals that ask for an end, as far as this system has them and does not ignore them."""
+    """Return the signals that ask for an end, if this system has them and does not ignore them."""
     known = [signal.Signals[name] for name in _WORDS if hasattr(signal, name)]
     return [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]

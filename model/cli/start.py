@@ -34,7 +34,7 @@ from model.host import Host, part_of_start, uncollected
 from model.load.loader import LoadedModel, load_model, with_draft
 from model.ranks.ranks import Ranks, join_ranks
 
-_BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
+_BAD_INPUT = (  # those of other packages that the input causes, not a bug
     backends.UnknownBackendError,
     backends.BackendUnavailableError,
     backends.UnsupportedError,
@@ -87,7 +87,7 @@ def start(
         config: of the engine; if it compiles networks, the compiler loads beside the weights.
         is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
             without near ties.
-        load: what loads it.
+        load: the function that loads it.
 
     Raises:
         ModelError: there is no such model, it cannot run here, or there are not as many processes.
@@ -156,11 +156,11 @@ def make_engine(
     """Load a model and prepare an engine for it. Seconds to minutes.
 
     Args:
-        options: which model on what.
+        options: the model and its backend.
         config: sizes.
-        tell: is called with each line about the start.
-        load: what loads it.
-        expects_grammars: what the first grammar needs is made now, beside the preparation.
+        tell: called with each line about the start.
+        load: the function that loads it.
+        expects_grammars: True: prepare for the first grammar too, beside the rest.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
@@ -190,7 +190,7 @@ def make_engine(
 
 
 def follow(options: ModelOptions, config: EngineConfig) -> int:
-    """Be a process that shares the network of one that serves, until that ends; the exit code.
+    """Run the steps of the process that serves, which shares its network; return the exit code.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
@@ -204,7 +204,7 @@ def follow(options: ModelOptions, config: EngineConfig) -> int:
 
 
 def _choose_threads(model: LoadedModel) -> None:
-    """One thread for a small network on a CPU, unless the user has said how many.
+    """Use one thread for a small network on a CPU, unless the user has set the number.
 
     Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
     """

@@ -1,7 +1,7 @@
-"""Where the time of recorded steps went, and what the cache did meanwhile: numbers and a table.
+"""The time of recorded steps by phase, and the cache's counts meanwhile: numbers and a table.
 
-Decides: which numbers `--stats` tells. Invariants: they are those of the recording alone, whatever
-the engine did before it.
+Decides: the numbers that `--stats` shows. Invariants: they are those of the recording alone,
+whatever the engine did before it.
 
 Does not know: how a step is recorded (`trace.py`).
 """
@@ -15,7 +15,7 @@ from model.trace import StepRecorder
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """How long something took, over all steps, in microseconds but for the total."""
+    """The durations of something over all steps, in microseconds but for the total."""
 
     total_s: float
     mean_us: float
@@ -36,7 +36,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What `--stats` tells; counts are of the recording alone.
+    """The numbers that `--stats` shows; counts are of the recording alone.
 
     Attributes:
         num_steps: recorded steps.
@@ -45,14 +45,14 @@ class StepStats:
         num_decode_tokens: tokens computed one at a time.
         num_prefill_tokens: the others.
         mean_occupancy: blocks in use of all usable ones, the mean over the steps, 0 to 1.
-        peak_occupancy: the most of it.
-        num_usable_blocks: what these are shares of.
+        peak_occupancy: the largest share in a step.
+        num_usable_blocks: the blocks that both are shares of.
         num_queried_tokens: tokens of requests when they were first admitted.
         num_hit_tokens: those found in the cache.
         num_resumed_tokens: tokens of preempted requests when they were admitted again.
         num_resumed_hit_tokens: those found in the cache.
         num_allocated_blocks: blocks handed out; hits are not among them.
-        num_evicted_blocks: those of them that held content, which is gone.
+        num_evicted_blocks: those of them that held content, which was evicted.
         num_cached_blocks: blocks that hold content at the end.
         num_preemptions: requests that gave their blocks up.
     """
@@ -105,7 +105,7 @@ def summarize_steps(recorder: StepRecorder) -> StepStats:
 
 
 def step_table(stats: StepStats) -> str:
-    """The numbers as aligned lines. O(1)."""
+    """Return the numbers as aligned lines. O(1)."""
     lines = [f"{'us a step':<12}{'share':>8}{'mean':>12}{'median':>12}{'p99':>12}"]
     for name, times in (*stats.phases.items(), ("step", stats.step)):
         share = times.total_s / stats.step.total_s if stats.step.total_s else 0.0

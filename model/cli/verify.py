@@ -29,7 +29,7 @@ from model.load.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Where a request first differs.
+    """The first token in which a request differs.
 
     Attributes:
         index: the number of the request in the run, from 0.
@@ -46,11 +46,11 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a request compares with the dense network.
+    """The result of comparing a request with the dense network.
 
     Attributes:
-        mismatch: where it first differs; None: nowhere.
-        note: how `generate` contradicts itself, and what the request was compared with then.
+        mismatch: the first difference, or None.
+        note: the contradiction of `generate`, and the side that the request was compared with.
     """
 
     mismatch: Mismatch | None = None
@@ -152,7 +152,7 @@ def compare(
 
     Args:
         model: of the run.
-        index: which request of the run it is.
+        index: the number of the request in the run.
         request: greedy.
         adapters: of the run; a request's own is applied to the dense network too.
     """

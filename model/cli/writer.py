@@ -1,4 +1,4 @@
-"""How prompts and their continuations look on a terminal.
+"""The layout of prompts and their continuations on a terminal.
 
 Decides: the layout of a text, and the order in which streamed pieces appear: prompt after prompt,
 the first unfinished one live, those behind it held until their turn. Of a long prompt only the end
@@ -20,7 +20,7 @@ _PROMPT_WIDTH = 72
 
 
 def show(label: str, prompt: str, text: str) -> str:
-    """A prompt's end and its continuation, with an empty line behind. O(prompt + text)."""
+    """Return a prompt's end and its continuation, with an empty line behind. O(prompt + text)."""
     return _head(label, prompt) + _Indenter().feed(text) + "\n\n"
 
 

@@ -24,7 +24,7 @@ _NOT_HERE = ("kv_events", "kv_replay", "access_log")
 
 
 def cluster_flags() -> Flags:
-    """The flags of `python -m model.cluster`. O(flags)."""
+    """Return the flags of `python -m model.cluster`. O(flags)."""
     flags = Flags("python -m model.cluster", "Serve a model with several replicas.", _EPILOG)
     flags.add("replicas and routing", ClusterConfig)
     flags.add("server", ServeConfig)

@@ -16,7 +16,7 @@ from model.errors import InvalidArgumentError
 from model.serve.config import ServeConfig
 
 Routing = Literal["prefix", "round-robin", "power-of-two", "ray-power-of-two", "ray-prefix"]
-"""How a replica is chosen; the last two are Ray Serve's own routers."""
+"""The way in which a replica is chosen; the last two are Ray Serve's routers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

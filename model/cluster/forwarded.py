@@ -1,8 +1,9 @@
-"""What travels between the ingress and a replica: a client's request, and its answer in pieces.
+"""The messages between the ingress and a replica: a client's request, its answer in pieces.
 
-Decides: what of a request travels. A `Ticket` stays in the process of the router that issued it.
+Decides: the parts of a request that travel. A `Ticket` stays in the process of the router that
+issued it.
 
-Does not know: Ray, the engine, what a request asks.
+Does not know: Ray, the engine, the contents of a request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from model.cluster.router import Ticket
 _FIRST_LETTER = 0x4E00  # beyond the characters that have a meaning in a prompt
 
 TAKEN, FIRST_TOKEN = "taken", "first token"
-"""What a replica reports beside the pieces of an answer: it has the request; a first token exists,
-though nothing of the answer is ready to be sent."""
+"""The reports of a replica beside the pieces of an answer: it has the request; a first token
+exists, though nothing of the answer is ready to be sent."""
 
 
 class Piece(NamedTuple):
@@ -25,7 +26,7 @@ class Piece(NamedTuple):
     Attributes:
         start: status and headers, in the first piece.
         body: bytes of the body.
-        is_last: whether the answer ends with it.
+        is_last: True if the answer ends with it.
     """
 
     start: tuple[int, list[tuple[bytes, bytes]]] | None
@@ -38,7 +39,7 @@ class AdapterTable:
     """The LoRA adapters that every replica has to have, where they change while it runs.
 
     Attributes:
-        changed_ns: when it was changed; a replica follows the newest one that it has seen.
+        changed_ns: the time of the last change; a replica follows the newest table it has seen.
         adapters: by name: the folder, and the version; None: the ingress cannot read it.
     """
 
@@ -96,7 +97,7 @@ class Forwarded:
         return "".join(chr(_FIRST_LETTER + token % 0x100000) for token in self.tokens) or " "
 
     def take(self, ticket: Ticket, decision_ns: int) -> None:
-        """Keep the ticket of a choice; the router may run on a thread of its own. O(1)."""
+        """Keep the ticket of a choice; the router may run on another thread. O(1)."""
         self.ticket, self.decision_ns = ticket, decision_ns
         if self._is_over:  # the client went away during the choice
             self.end_ticket()

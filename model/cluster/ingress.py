@@ -121,7 +121,7 @@ class Ingress:
         return _Answer(self, asked)
 
     async def change_adapters(self, path: str, body: bytes) -> None:
-        """A replica has loaded or unloaded an adapter: all others have to, before they answer."""
+        """Have all replicas follow one that has changed its adapters, before they answer."""
         told = json.loads(body)
         name, adapters = told["lora_name"], dict(self.table.adapters)
         if path == _UNLOAD:
@@ -269,7 +269,7 @@ class _Answer(Response):
             self._call = None
 
     async def _is_answered(self, send: Send, send_body: Send, *, is_last_try: bool) -> bool:
-        """Pass on what a replica answers; False if another replica has to be asked."""
+        """Pass on the answer of a replica; False if another replica has to be asked."""
         try:
             async for piece in self._pieces():
                 if piece.start is not None and not await self._start(
@@ -297,7 +297,7 @@ class _Answer(Response):
         return True
 
     async def _pieces(self) -> AsyncIterator[Piece]:
-        """Yield what a replica answers.
+        """Yield the pieces of a replica's answer.
 
         Raises:
             NotServingError: no replica has taken the request in time.
@@ -307,7 +307,7 @@ class _Answer(Response):
         is_post = asked.scope["method"] == "POST"
         limit_s = ingress.config.replica_timeout_s
         ingress.num_sent += 1
-        # A context of its own: Ray gives every call in the context of a request the same id.
+        # In a new context: Ray gives every call in the context of a request the same id.
         self._call = Context().run(ingress.calls.remote, asked)
         try:
             async with asyncio.timeout(limit_s if is_post else min(limit_s, _LOOK_S)):
@@ -337,7 +337,7 @@ class _ChangeOfAdapters(_Answer):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `_Answer`."""
+        """Send the request, change the adapters here if it succeeded, then pass on the answer."""
         held: list[Message] = []
 
         async def keep(message: Message) -> None:
@@ -354,7 +354,7 @@ class _ChangeOfAdapters(_Answer):
 
 
 def _version_of(name: str, place: str) -> int | None:
-    """The version of an adapter; None: it cannot be read here, so requests are not routed by it."""
+    """Return an adapter's version; None: it cannot be read here, and routes no requests."""
     found: dict[str, int] = import_module("model.forward.lora").read_versions([f"{name}={place}"])
     return found.get(name)
 

@@ -178,7 +178,7 @@ class Replica:
 
 
 def _piece(messages: Sequence[Message]) -> Piece:
-    """One piece of several ASGI messages."""
+    """Return one piece of several ASGI messages."""
     starts = [(m["status"], list(m["headers"])) for m in messages if "status" in m]
     bodies = [m for m in messages if "status" not in m]
     return Piece(

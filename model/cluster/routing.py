@@ -1,6 +1,6 @@
 """Our scoring inside Ray Serve's request router: the KV events of each replica decide.
 
-Ray Serve makes a router in each process that sends requests, and tells it which replicas there are;
+Ray Serve makes a router in each process that sends requests, and sends it the list of replicas;
 each replica's metadata say where it publishes its events. A request without a prompt goes to any
 replica.
 

@@ -1,1 +1,1 @@
-"""What runs and when: requests, schedule, counts. No tensors."""
+"""The schedule of steps: requests, admission, preemption, counts. No tensors."""

@@ -1,8 +1,8 @@
-"""Admission: how many blocks a start needs, and what becomes of those of a preempted request.
+"""Admission: the blocks that a start needs, and the fate of those of a preempted request.
 
-Decides: how many blocks a start needs and how many must stay free beside it: a block in hand for
+Decides: the blocks that a start needs, and those that must stay free beside it: a block in hand for
 everything that running requests know already, one more a group for each that can still grow, and
-the watermark. And what becomes of the blocks of a preempted request: they are stored in host memory
+the watermark. And the fate of the blocks of a preempted request: they are stored in host memory
 while there is room for them there, otherwise they are given up and computed again.
 
 Invariants:
@@ -54,28 +54,28 @@ class Admission:
         self._long_above = config.long_above
         self._num_freeing = 0
         self.num_host_blocks_left = config.num_host_blocks
-        # In this step: of requests that have blocks for all they know, and of the others.
+        # In this step: of requests that have blocks for all their tokens, and of the others.
         self._outlooks: dict[int, int] | None = None  # by request_id; None: not counted yet
         self._num_needed = 0  # the sum of these
         self._unsettled: dict[int, Request] = {}
 
     @property
     def num_freeing(self) -> int:
-        """Blocks that come free when the transfers under way are done. O(1)."""
+        """The blocks that come free when the transfers under way are done. O(1)."""
         if self._tiers is not None:
             return self._kv.leases.num_deferred_blocks()
         return self._num_freeing
 
     def begin_step(self) -> None:
-        """Forget what was counted for the step before: requests have moved on since. O(1)."""
+        """Forget the counts of the step before: requests have moved on since. O(1)."""
         self._outlooks, self._unsettled = None, {}
 
     def is_long(self, request: Request) -> bool:
-        """Whether a request is longer than the texts whose keys and values are the first. O(1)."""
+        """Return True if a request is longer than `SchedulerConfig.long_above`. O(1)."""
         return self._long_above is not None and request.num_tokens > self._long_above
 
     def plan(self, request: Request) -> kvcore.Plan:
-        """What a start would find in the cache, load and take, token by token. O(its tokens)."""
+        """Return what a start would find in the cache, load and take. O(its tokens)."""
         tokens, items = request.tokens, request.items
         namespace = self._namespace(request)
         copy, skips = request.host_copy, request.is_scoring
@@ -97,7 +97,7 @@ class Admission:
         return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1, skip_reading=skips)
 
     def _is_of_use(self, copy: HostCopy, num_cached_tokens: int) -> bool:
-        """Whether a copy reaches down to what is found, and further than that. O(1)."""
+        """Return True if a copy joins on to the cached prefix and reaches further. O(1)."""
         found = num_cached_tokens // self._kv.groups[0].block_size
         is_whole = copy.places[0][0] <= found or not self._keeps_all
         return is_whole and num_cached_tokens < copy.num_tokens
@@ -105,15 +105,15 @@ class Admission:
     def _namespace(self, request: Request) -> kvcore.Namespace:
         if self._long_above is None:
             return request.namespace
-        # Other factors are other weights: of each epoch there are two.
+        # The factors of long texts act like other weights: of each epoch there are two.
         epoch = 2 * request.namespace.weight_epoch + self.is_long(request)
         return replace(request.namespace, weight_epoch=epoch) if epoch else request.namespace
 
     @staticmethod
     def num_wanted(plan: kvcore.Plan) -> int:
-        """Free blocks that a start takes until all known tokens are computed. O(1).
+        """Return the free blocks that a start takes until all known tokens are computed. O(1).
 
-        What it finds and what it adds, at the moment when it holds the most.
+        Cached blocks that it finds free, and new ones, at the moment when it holds the most.
         """
         return plan.num_new_blocks + plan.num_revived_blocks
 
@@ -122,7 +122,7 @@ class Admission:
     ) -> int:
         """Return the blocks that a start has to leave free for others; 0 when no request runs.
 
-        O(requests without blocks for all they know + leaving), and O(num_running) once in a step.
+        O(requests that lack blocks for their tokens + leaving), and O(num_running) once in a step.
 
         Args:
             running: all running requests.
@@ -150,13 +150,13 @@ class Admission:
         return max(self._watermark, num_needed + num_forks * self._growth)
 
     def num_exclusive(self, request: Request) -> int:
-        """Blocks that only this request uses: free once it is preempted. O(its blocks)."""
+        """Return the number of blocks that only this request uses. O(its blocks)."""
         return self._kv.num_exclusive_blocks(request.running_sequence)
 
     def num_reservable(self, request: Request, wanted: int) -> int:
-        """The most next tokens, at most `wanted`, that the free blocks have room for.
+        """Return the most next tokens, at most `wanted`, that the free blocks have room for.
 
-        0 where a chunk would cut an image that one step has to compute.
+        0 if a chunk would cut an image that one step has to compute.
         O(num_groups * log(wanted)).
         """
         sequence = request.running_sequence
@@ -173,7 +173,7 @@ class Admission:
 
     @staticmethod
     def num_plannable(request: Request, budget: int, planned: Iterable[Chunk]) -> int:
-        """The next tokens that a step has budget for, and memory for their logits if they score.
+        """Return the next tokens that a step has budget for, and memory for logits if they score.
 
         Those of requests that want log-probabilities of their prompts do, but for the last token of
         a prompt. O(num_planned) for such a request.
@@ -185,7 +185,7 @@ class Admission:
         return min(wanted, MAX_SCORED_TOKENS - held)
 
     def is_coming(self, request: Request) -> bool:
-        """Whether there is room for its next chunk once this step's transfers are done. O(1)."""
+        """Return True if its next chunk has room once this step's transfers are done. O(1)."""
         missing = self._kv.num_missing_blocks(request.running_sequence, request.least_chunk)
         return missing <= self._kv.num_free_blocks + self.num_freeing
 
@@ -195,7 +195,7 @@ class Admission:
         O(its blocks).
 
         Returns:
-            What has to be stored, if anything.
+            The transfer to host memory; None: nothing is stored.
         """
         sequence = request.running_sequence
         transfer = self._store(request, sequence)
@@ -211,12 +211,12 @@ class Admission:
     def open_sequence(self, request: Request) -> Transfer | None:
         """Open the sequence of a request that starts: its cached prefix is found, its copy loaded.
 
-        A copy that does not reach down to the cached prefix is of no use, and neither is one that
-        the prefix covers: it is dropped. There is room, as `num_wanted` said. Where tiers have more
-        of it, the request has no sequence then, but waits for its KV. O(its tokens).
+        A copy that does not join the cached prefix is of no use, and neither is one that the prefix
+        covers: it is dropped. There is room, as `num_wanted` said. If tiers have more of it, the
+        request gives the sequence up again and waits for its KV. O(its tokens).
 
         Returns:
-            What has to be loaded, if anything.
+            The transfer from host memory; None: nothing is loaded.
         """
         request.is_long = self.is_long(request)
         sequence = self._kv.open(
@@ -248,7 +248,7 @@ class Admission:
         return transfer
 
     def end_transfers(self, stores: Iterable[Transfer], loads: Iterable[Transfer]) -> None:
-        """The transfers of a step are done: what was loaded is computed. O(their blocks)."""
+        """Note that a step's transfers are done: loaded tokens are computed. O(their blocks)."""
         for store in stores:
             store.lease.end()
         for load in loads:
@@ -266,10 +266,10 @@ class Admission:
             request.host_copy = None
 
     def _outlook(self, request: Request) -> tuple[int, bool]:
-        """Return the blocks a running request may come to take, and whether that is settled.
+        """Return the blocks a running request may come to take, and True if that stays the same.
 
-        They are blocks for all it knows, and one more a group if it can grow. Settled: it has the
-        former, so the number stays the same as long as it runs in this step.
+        They are blocks for all its tokens, and one more a group if it can grow. The number stays
+        the same as long as it runs in this step if it has the former.
         """
         length = request.num_tokens
         room = -(-length // self._kv.block_size) * self._kv.block_size
@@ -288,7 +288,7 @@ class Admission:
         return growing + missing, False
 
     def _store(self, request: Request, sequence: kvcore.KVSequence) -> Transfer | None:
-        """Count and lease what a request would have to compute again, if host memory has room."""
+        """Lease the blocks that a request would have to compute again, if host memory has room."""
         places = [
             (table.num_null, -(-sequence.num_computed_tokens // table.block_size))
             for table in sequence.tables
@@ -318,7 +318,7 @@ class Admission:
 
 @contextmanager
 def _ended_if_broken(lease: kvcore.Lease) -> Iterator[None]:
-    """End a lease that no transfer comes to have."""
+    """End a lease if an error keeps it from a transfer."""
     try:
         yield
     except BaseException:
@@ -327,7 +327,7 @@ def _ended_if_broken(lease: kvcore.Lease) -> Iterator[None]:
 
 
 def _transfer_back(request: Request, copy: HostCopy, lease: kvcore.Lease) -> Transfer:
-    """What of a copy goes to the blocks of a load: of each layer group the last entries."""
+    """Return the transfer of a copy to the blocks of a load: each group's last entries."""
     load = lease.load
     if load is None:
         raise SchedulerStateError(f"loads: {lease!r} loads nothing")

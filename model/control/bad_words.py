@@ -3,7 +3,7 @@
 A sequence is kept out by barring its last token wherever the output ends with the others, as vLLM
 does. Only the output counts: a word that begins in the prompt is not seen.
 
-Invariants: which tokens are barred depends only on the last tokens of the output.
+Invariants: the barred tokens depend only on the last tokens of the output.
 
 Does not know: logits, tokenizers.
 """
@@ -15,7 +15,7 @@ from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, InvalidSettingError
 
 MAX_TOKENS = 1024
-"""Of all bad words of a request together, as in vLLM."""
+"""The most tokens of all bad words of a request together, as in vLLM."""
 
 
 class BadWords:
@@ -44,16 +44,16 @@ class BadWords:
 
     @property
     def has_longer(self) -> bool:
-        """Whether any has more than one token. O(1)."""
+        """True if a sequence has more than one token. O(1)."""
         return bool(self._after)
 
     @property
     def last_tokens(self) -> frozenset[int]:
-        """Every token that may be barred. O(sequences)."""
+        """The tokens that may be barred. O(sequences)."""
         return frozenset(self._last)
 
     def after(self, output: Sequence[int], newest: int | None = None) -> list[int]:
-        """The tokens that would end a sequence of several. O(sequences), mostly O(1).
+        """Return the tokens that would end a sequence of several. O(sequences), mostly O(1).
 
         Args:
             output: its tokens so far.
@@ -67,10 +67,10 @@ class BadWords:
 
 
 class BadWordReader:
-    """Makes the bad words of requests into tokens; those of late requests are remembered.
+    """Makes the bad words of requests into tokens; those of the last 64 lists are remembered.
 
-    vLLM leaves out the form of a word with a space before it where that has another number of
-    tokens, and so lets the word pass there; here both forms count.
+    vLLM leaves out the form of a word with a space before it if that has another number of tokens,
+    and so lets the word pass there; here both forms count.
 
     Args:
         encode: tokens of a text, without special tokens.
@@ -90,7 +90,7 @@ class BadWordReader:
         self._read = lru_cache(maxsize=64)(self._encoded)
 
     def of(self, params: SamplingParams) -> BadWords | None:
-        """The bad words of a request; None: it has none; from any thread. O(words), often O(1).
+        """Return the bad words of a request, or None; from any thread. O(words), often O(1).
 
         Raises:
             InvalidArgumentError: they have no tokens, too many, some that the model does not have,

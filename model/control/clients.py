@@ -23,7 +23,7 @@ Invariants:
   it does after no more than its distance times the number of clients have run and ended;
 - a client without unfinished requests is forgotten: O(clients with unfinished requests) of memory.
 
-Does not know: which requests run, who a client is.
+Does not know: which requests run, the clients behind the names.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class FairOrder:
     """Gives each new request its place, the lower the sooner.
 
     Args:
-        span: how many turns one level of priority is worth.
+        span: the turns that one level of priority is worth.
 
     Attributes:
         now: virtual time, in turns of a client that is served alone.
@@ -47,14 +47,14 @@ class FairOrder:
         self._num_unfinished: Counter[str | None] = Counter()
 
     def add(self, client: str | None, priority: int) -> float:
-        """The place of a new request: the next turn of its client, moved by its priority. O(1)."""
+        """Return a new request's place: its client's next turn, moved by its priority. O(1)."""
         self._num_unfinished[client] += 1
         turn = max(self.now, self._last[client] + 1) if client in self._last else self.now
         self._last[client] = turn
         return turn + priority * self._span
 
     def end(self, client: str | None, priority: int, place: float, *, has_run: bool) -> None:
-        """The request of this client and priority at this place has ended. O(1)."""
+        """Note that a request of this client and priority at this place has ended. O(1)."""
         if has_run:
             turn = place - max(0, priority) * self._span  # an urgent one comes before its turn
             self.now = max(self.now + 1 / len(self._num_unfinished), turn)
@@ -64,7 +64,7 @@ class FairOrder:
 
 
 class FairLimit:
-    """Counts the requests of each client, and says which further ones are too many.
+    """The counts of the clients' requests, and the limit on further ones.
 
     Attributes:
         total: the requests of all clients.
@@ -88,11 +88,11 @@ class FairLimit:
                 del self._counts[client]
 
     def admits(self, wanted: Mapping[str | None, int], limit: int) -> bool:
-        """Whether further requests may be added. O(number of clients).
+        """Return True if further requests may be added. O(number of clients).
 
         Args:
-            wanted: how many, by client.
-            limit: of all together, above which each client has an equal share of it.
+            wanted: the number of further requests, by client.
+            limit: the most requests of all; above it each client may have an equal share of it.
         """
         if self.total + sum(wanted.values()) <= limit:
             return True

@@ -77,7 +77,7 @@ class SchedulerConfig(StepLimits):
             requests are recomputed.
         long_above: a longer text has different keys and values from its first token on (scaled
             rotary embeddings); None: there is no such length.
-        may_cross: whether a request may grow past `long_above`; it is recomputed then.
+        may_cross: True if a request may grow past `long_above`; it is recomputed then.
         draft_tokens: the largest number of draft tokens of a request in one step.
     """
 
@@ -94,9 +94,9 @@ class EngineConfig(StepLimits):
     Attributes:
         expected_lengths: the largest number of tokens of each expected request; where `num_blocks`
             is None, no more blocks are allocated than all of them together can use.
-        seed: for the random draws of requests without a seed of their own.
+        seed: for the random draws of requests that have no seed.
         record_events: record KV events, for a publisher that sends them to routers.
-        shares_disk: several processes have `disk`, each a folder of its own in it.
+        shares_disk: several processes have `disk`, each a separate folder in it.
     """
 
     num_blocks: int | None = setting(
@@ -313,12 +313,12 @@ class EngineConfig(StepLimits):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether there are LoRA adapters, or may be. O(1)."""
+        """True if there are LoRA adapters, or may be later. O(1)."""
         return bool(self.lora) or self.max_loras is not None
 
     @property
     def has_tiers(self) -> bool:
-        """Whether host memory, a disk or a peer has copies. O(1)."""
+        """True if host memory, a disk or peers keep copies. O(1)."""
         return bool(self.tier_settings)
 
     @property
@@ -327,7 +327,7 @@ class EngineConfig(StepLimits):
         return tuple([name for name in _TIERS if getattr(self, name)])
 
     def without_tiers(self) -> "EngineConfig":
-        """The same, where nothing but the cache keeps blocks. O(settings)."""
+        """Return the same settings without tiers. O(settings)."""
         names = (*_TIERS, "disk_bytes", "serve_kv", "kv_secret", "kv_transport")
         defaults = {one.name: one.default for one in settings_of(EngineConfig) if one.name in names}
         return replace(self, **defaults)  # type: ignore[arg-type]
@@ -353,7 +353,7 @@ class EngineConfig(StepLimits):
 
     @property
     def is_speculative(self) -> bool:
-        """Whether speculative decoding is on. O(1)."""
+        """True if speculative decoding is on. O(1)."""
         return self.drafts is not None or self.draft_model is not None
 
     @property

@@ -2,11 +2,11 @@
 
 A pass that computes one token reads every weight, and costs hardly more for a few tokens. So a
 decoding request may bring draft tokens: guesses of what follows its last token. All are computed in
-one pass, and each has logits of its own. From these a token is drawn exactly as without drafts: the
-random number depends on the seed and the position in the output alone. Drafts are accepted as long
-as they equal the drawn tokens; the next pass continues after the first that differs (Leviathan et
-al. 2023, arXiv:2211.17192; because a draw depends on its position, accepting needs no random number
-of its own, and the output is the same with and without drafts).
+one pass, and each gives logits. From these a token is drawn exactly as without drafts: the random
+number depends on the seed and the position in the output alone. Drafts are accepted as long as they
+equal the drawn tokens; the next pass continues after the first that differs (Leviathan et al. 2023,
+arXiv:2211.17192; because a draw depends on its position, accepting needs no further random number,
+and the output is the same with and without drafts).
 
 Decides: which drafts are accepted; what the n-gram drafter proposes: the tokens that followed the
 last two tokens earlier in the text (Saxena 2023, prompt look-up). It finds them as LZ77 compressors
@@ -16,7 +16,7 @@ that no step waits for it; a part that is not chained yet is searched, with the 
 Invariants: drafts depend on the tokens of the request alone, so ranks that share a network propose
 the same; they change only how soon tokens come, not which.
 
-Does not know: networks, blocks, who has room for drafts.
+Does not know: networks, blocks, which requests have room for drafts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Protocol
 
 from model.control.request import Request
 
-_MAX_MATCH = 16  # tokens before, of which more in common say nothing more
+_MAX_MATCH = 16  # common tokens that count
 _MAX_PLACES = 8  # earlier places that are compared
 _MAX_INDEXED = 1024  # tokens of a text that are chained in one call
 
 
 class Drafter(Protocol):
-    """Guesses what follows."""
+    """A source of draft tokens."""
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int]]:
-        """For each request the tokens that may follow those it has, up to its number, often none.
+        """Return for each request the guesses of its next tokens, up to its number, often none.
 
         Args:
             wanted: requests that run and have read all their tokens.
@@ -45,15 +45,16 @@ class Drafter(Protocol):
         ...
 
     def discard(self, request: Request) -> None:
-        """Keep nothing of a request that has ended. O(1)."""
+        """Forget a request that has ended. O(1)."""
         ...
 
 
 def may_have_drafts(request: Request) -> bool:
-    """Whether a request can be drawn for several tokens ahead. O(1).
+    """Return True if several next tokens of a request can be verified in one pass. O(1).
 
-    Not where logits depend on the tokens drawn before them by more than the network: penalties
-    count them, a grammar follows them, and bad words end with them.
+    Not where logits depend on the tokens before them by more than the network: penalties count
+    them, a grammar follows them, bad words end with them, and `min_tokens` bars the end up to a
+    position.
     """
     params = request.params
     follows = params.grammar is not None or params.counts_tokens or params.bad_words
@@ -63,16 +64,16 @@ def may_have_drafts(request: Request) -> bool:
 def accepted_tokens(
     request: Request, drafts: Sequence[int], first: int, ahead: Sequence[int | None]
 ) -> list[int]:
-    """The tokens that a pass with drafts gives: those drawn, up to the first draft that was wrong.
+    """Return the tokens that a pass with drafts gives: those up to the first wrong draft.
 
     O(drafts).
 
     Args:
-        request: whose.
-        drafts: that were computed.
+        request: the request that they belong to.
+        drafts: its draft tokens, which were computed.
         first: the token that was drawn for the place of the first draft.
-        ahead: those drawn behind each draft; None: its logits were no numbers, and nothing of it
-            counts; if the draft was right the next pass finds that out.
+        ahead: the token drawn after each draft; None: its logits were NaN or infinite, and it does
+            not count; if the draft was right the next pass finds that out.
 
     Returns:
         At least `first`; none follows one that ends the request.
@@ -86,15 +87,15 @@ def accepted_tokens(
 
 
 class NgramDrafts:
-    """Guesses that what followed the same tokens before follows them again."""
+    """A drafter that continues as the text did after an earlier place with the same tokens."""
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int]]:
-        """As `Drafter`. O(tokens since it was last asked, and those proposed).
+        """Return draft tokens for each request. O(new tokens, and those proposed).
 
-        For a request new with 128k tokens a millisecond: _MAX_INDEXED are chained, and the others
+        A new request of 128k tokens takes a millisecond: _MAX_INDEXED are chained, and the others
         searched.
         """
         found: list[Sequence[int]] = []
@@ -104,7 +105,7 @@ class NgramDrafts:
         return found
 
     def discard(self, request: Request) -> None:
-        """As `Drafter`. O(1)."""
+        """Forget a request that has ended. O(1)."""
         self._texts.pop(request.request_id, None)
 
 
@@ -116,7 +117,10 @@ class _Text:
         self._before = array("q", [-1, -1])  # for each place the one of the same pair before it
 
     def following(self, tokens: array[int], most: int) -> array[int]:
-        """What came behind the place whose tokens before are most like the last ones."""
+        """Return the tokens after the earlier place whose tokens before match the last ones best.
+
+        At most `most`; empty if the last two tokens did not stand together before.
+        """
         if len(tokens) < 3:
             return tokens[:0]
         self._index(tokens)
@@ -150,7 +154,7 @@ class _Text:
             newest[pair] = place
 
     def _places(self, tokens: array[int]) -> Iterator[int]:
-        """Where the last two tokens were before, the newest first."""
+        """Yield the places where the last two tokens stood before, the newest first."""
         indexed, size = len(self._before), tokens.itemsize
         pair, behind = tokens[-2:].tobytes(), tokens[indexed - 2 : -1].tobytes()
         at = behind.rfind(pair)

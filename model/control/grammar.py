@@ -1,7 +1,7 @@
-"""What a text must be: a schema, an expression, a choice or a grammar.
+"""The grammar that a text must follow: a schema, an expression, a choice or a grammar in words.
 
 Decides: how these are spelled. Invariants: equal grammars are equal values, so each is compiled
-once. Whether one means anything is found out when it is compiled (`sample/grammars.py`).
+once. A grammar that means nothing is refused when it is compiled (`sample/grammars.py`).
 
 Does not know: tokens, the library that compiles it.
 """
@@ -21,10 +21,10 @@ FORMS: tuple[Form, ...] = ("json_schema", "json_object", "regex", "choice", "lar
 ANY_OBJECT = '{"type": "object"}'
 
 _SLASHED = {"/": r"\/", "\n": r"\n"}
-"""What a lark grammar writes otherwise inside of an expression."""
+"""The characters that an expression inside a lark grammar writes otherwise."""
 
 WHITE_SPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,8}"
-"""What may stand between the parts of a JSON answer: a space, or a new line and what indents it.
+"""The white space between the parts of a JSON answer: a space, or a new line and its indent.
 
 Without a bound a model that is unsure may write white space to the end of its answer.
 """
@@ -34,7 +34,7 @@ _WANTED = f"an object with one of {', '.join(FORMS)}"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text must be from its first token to its last.
+    """A grammar that a text must follow from its first token to its last.
 
     Attributes:
         form: "json_schema", "json_object" (any object), "regex" (of the whole text), "choice",
@@ -47,7 +47,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, object] | str) -> "Grammar":
-        """A JSON value that a schema allows; O(schema).
+        """Return the grammar of the JSON values that a schema allows. O(schema).
 
         Raises:
             InvalidSettingError: it is no JSON.
@@ -56,17 +56,17 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> "Grammar":
-        """Any JSON object. O(1)."""
+        """Return the grammar of all JSON objects. O(1)."""
         return cls("json_object", "")
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
-        """A text that an expression matches from end to end. O(1)."""
+        """Return the grammar of texts that an expression matches from end to end. O(1)."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: object) -> "Grammar":
-        """One of some texts. O(texts).
+        """Return the grammar of some texts, one of which must follow. O(texts).
 
         Raises:
             InvalidSettingError: there are none, or one is empty or no text.
@@ -76,7 +76,7 @@ class Grammar:
         return cls("choice", _as_json(list(texts)))
 
     def behind(self, begin: str, end: str) -> "Grammar":
-        """The same behind reasoning, which `begin` begins and `end` ends. O(text).
+        """Return the same grammar after reasoning between `begin` and `end`. O(text).
 
         Args:
             begin: "": the reasoning has begun, and must come to its end; else it may come or not.
@@ -102,7 +102,7 @@ class Grammar:
 
     @classmethod
     def of(cls, described: object) -> "Grammar":
-        """A grammar from how a file or a request describes it: {"regex": "[a-z]+"}. O(described).
+        """Return the grammar that a file or a request describes: {"regex": "[a-z]+"}. O(described).
 
         Raises:
             InvalidSettingError: it describes none.
@@ -122,7 +122,7 @@ class Grammar:
 
 
 def spaced(schema: str) -> str:
-    """A schema whose white space is bounded, unless its own `x-guidance` says otherwise. O(schema).
+    """Return a schema with bounded white space, unless its `x-guidance` says otherwise. O(schema).
 
     Args:
         schema: as JSON; text that is no schema is returned unchanged.

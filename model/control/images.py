@@ -21,17 +21,17 @@ class PromptImages(Protocol):
 
     @property
     def items(self) -> Sequence[kvcore.MultimodalItem]:
-        """Content and place of each, in order."""
+        """The content and place of each, in order."""
         ...
 
     @property
     def is_whole(self) -> bool:
-        """Whether all tokens of an image have to be computed in one step."""
+        """True if one step has to compute all tokens of an image."""
         ...
 
 
 def check_count(count: int, most: int) -> None:
-    """Raise unless a prompt may have so many images. O(1).
+    """Raise unless a prompt may have this number of images. O(1).
 
     Raises:
         InvalidArgumentError: it has more.
@@ -45,10 +45,12 @@ def check_count(count: int, most: int) -> None:
 def take_images(
     messages: Sequence[Mapping[str, object]], fetch: Callable[[str], bytes] | None = None
 ) -> tuple[list[dict[str, object]], list[object]]:
-    """Messages as a chat template reads them, and their images in order. O(messages + bytes).
+    """Return messages as a chat template reads them, and their images in order.
+
+    O(messages + bytes).
 
     Args:
-        messages: as OpenAI has them: a content is a text, or parts of `type` "text" or "image_url";
+        messages: OpenAI's: a content is a text, or parts of `type` "text" or "image_url";
             or "image", with the image itself as `image`.
         fetch: the bytes behind a URL that is no `data:` URL; None: there are none.
 
@@ -84,7 +86,7 @@ def take_images(
 
 
 def data_of(url: str) -> bytes:
-    """The bytes in a URL such as `data:image/png;base64,iVBO...`. O(bytes)."""
+    """Return the bytes in a URL such as `data:image/png;base64,iVBO...`. O(bytes)."""
     head, comma, data = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise InvalidArgumentError(

@@ -32,7 +32,7 @@ MAX_TOKEN_ID = 2**32 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling parameters of one request; what each means stands with it.
+    """The sampling parameters of one request; each field's help says its meaning.
 
     Penalties, bias and grammar change the logits, in this order; then the temperature divides them;
     then top_k, top_p and min_p cut, in this order. A temperature of 0 takes the most likely token
@@ -179,7 +179,7 @@ class SamplingParams:
             raise InvalidSettingError("bad_words", "none with a grammar", self.bad_words)
 
     def _as_vllm_takes_them(self) -> dict[str, object]:
-        """The fields in whose place vLLM takes other types, as they are here. O(fields)."""
+        """Return the fields for which vLLM takes other types, as they are here. O(fields)."""
         made: dict[str, object] = {}
         stop: object = self.stop
         if isinstance(stop, str):
@@ -196,24 +196,24 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken. O(1)."""
+        """True if the most likely token is always taken. O(1)."""
         return self.temperature == 0
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether its logits depend on the tokens that there are. O(1)."""
+        """True if penalties make its logits depend on the tokens before. O(1)."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything is done to its logits before a token is chosen. O(1)."""
+        """True if its logits are changed before a token is chosen. O(1)."""
         is_biased = bool(self.logit_bias or self.bad_words) or self.min_tokens > 0
         return is_biased or self.counts_tokens or self.grammar is not None
 
 
 def _check_bad_words(words: tuple[str, ...]) -> None:
-    """Not too many of them, and none of white space alone."""
+    """Raise if there are too many bad words, or one of white space alone."""
     for word in words:
         if not word.strip():
             raise InvalidSettingError("bad_words", "a list, each text that is not blank", word)
@@ -226,7 +226,7 @@ def _check_bad_words(words: tuple[str, ...]) -> None:
 
 
 def _check_bias(pairs: tuple[object, ...]) -> None:
-    """Pairs of a token and a number from -100 to 100, each token once."""
+    """Raise unless these are pairs of a token and a number from -100 to 100, each token once."""
     tokens = set()
     for pair in pairs:
         match pair:

@@ -1,16 +1,16 @@
-"""What a pool and its requests look like, frame by frame: for the page that shows them.
+"""The state of a pool and its requests, frame by frame, for the page that shows them.
 
 Decides: the frames, live and recorded alike; docs/reference/trace-format.md spells them. A
-frame says what has changed since the one before it. The first one, and every one with `is_whole`,
-begins from nothing.
+frame has the changes since the one before it. The first one, and every one with `is_whole`, begins
+from nothing.
 
 Invariants: frames in order give, at each of them, the tables of the running requests as they were;
 which free blocks hold content is exact where `looks_closely`, and otherwise presumed of a block
-that has just been let go, until the next look that is close; `fold` of two frames says what both
-say one after the other. What is kept is bounded: `FrameLog` folds neighbours when there is too
-much. Looking changes nothing.
+that has just been released, until the next look that is close; `fold` of two frames has the changes
+of both, one after the other. Memory is bounded: `FrameLog` folds neighbours when there are too
+many. Looking changes nothing.
 
-Does not know: torch, text, clocks, who looks.
+Does not know: torch, text, clocks, the page.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Runs: TypeAlias = "array[int]"
 
 
 def tier_counts(schedule: Schedule) -> dict[str, tuple[int, int]]:
-    """For each tier by its name, the copies that it has, and those that were loaded. O(tiers)."""
+    """Return by tier name the copies that it has, and those that were loaded. O(tiers)."""
     tiers = () if schedule.tiers is None else schedule.tiers.tiers.tiers
     return {tier.name: (tier.stats.num_records, tier.stats.num_hits) for tier in tiers}
 
 
 class Schedule(Protocol):
-    """What is read of a scheduler."""
+    """The part of a scheduler that frames show."""
 
     @property
     def stats(self) -> SchedulerStats:
-        """Its counters."""
+        """The scheduler's counters."""
         ...
 
     @property
@@ -56,13 +56,13 @@ class Schedule(Protocol):
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """The others."""
+        """The waiting and preempted requests."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A request that is seen for the first time: its prompt's tokens, its sample."""
+    """The fixed facts of a request that is seen for the first time."""
 
     num_prompt_tokens: int
     sample: int
@@ -70,22 +70,22 @@ class Beginning:
 
 @dataclass(slots=True)
 class Frame:
-    """What has changed.
+    """The changes of a pool and its requests since the frame before.
 
     Attributes:
-        time_s: when, since the first frame.
-        is_whole: whatever was before is to be forgotten.
-        counts: of this moment, by name.
+        time_s: the time since the first frame.
+        is_whole: True if everything before it is to be forgotten.
+        counts: the counts of this moment, by name.
         begun: requests seen for the first time, by id.
-        labels: what requests are called that have got a label.
-        statuses: requests whose status has changed: "waiting", "running", "preempted", or why they
-            have ended.
+        labels: the labels of requests that have just got one.
+        statuses: requests whose status has changed: "waiting", "running", "preempted", or the
+            reason why they have ended.
         progress: tokens computed and tokens in all, of requests for which one has changed.
-        tables: for a request and a layer group, from which entry on its table is another, and how
-            it goes on there: pairs of a first block and a count; 0 stands for null blocks.
+        tables: for a request and a layer group, the first entry from which its table differs, and
+            its entries from there on: pairs of a first block and a count; 0 stands for null blocks.
         cached: blocks that are free with content now (1), or not any more (0): triples of a first
             block, a count, and that.
-        hits: likewise how often blocks were found since they hold what they hold.
+        hits: likewise the hits of blocks since they got their content.
     """
 
     time_s: float
@@ -101,13 +101,13 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """How much it says, in numbers. O(tables)."""
+        """The size of its tables and lists, in numbers. O(tables)."""
         size = len(self.begun) + len(self.labels) + len(self.statuses) + len(self.progress)
         size += len(self.cached) + len(self.hits) + len(self.tables)
         return size + sum([len(runs) for _, runs in self.tables.values()])
 
     def document(self) -> dict[str, object]:
-        """As the page on the trace format has it, for JSON; what is empty is left out. O(size)."""
+        """Return it in the trace format, for JSON; empty parts are left out. O(size)."""
         begun = [part for n, b in self.begun.items() for part in (n, b.num_prompt_tokens, b.sample)]
         tables = [
             [number, group, first, runs.tolist()]
@@ -128,7 +128,7 @@ class Frame:
 
 
 def fold(first: Frame, then: Frame) -> Frame:
-    """One frame that says what two say, one after the other. O(size of both).
+    """Return one frame with the changes of two, one after the other. O(size of both).
 
     A request that begins in the first and ends in the second leaves no trace.
     """
@@ -160,7 +160,7 @@ class FrameLog:
     """Frames of a run of any length, in bounded memory: neighbours are folded as it grows.
 
     Attributes:
-        frames: what is kept, in order.
+        frames: the kept frames, in order.
     """
 
     def __init__(self, max_size: int = 400_000) -> None:
@@ -197,7 +197,7 @@ class FrameLog:
 
 @dataclass(slots=True)
 class _Seen:
-    """A request as it was when it was last looked at."""
+    """A request as it was at the last look."""
 
     request: Request
     beginning: Beginning
@@ -219,12 +219,12 @@ class _Change:
 
 
 class PoolFrames:
-    """Looks at a pool and its requests, again and again, and says what has changed.
+    """An observer of a pool and its requests, which returns their changes at each look.
 
     Args:
         kv: the pool.
         schedule: its requests.
-        label: what a request is called, asked once it has blocks; None: nothing.
+        label: returns a request's label, once it has blocks; None: there are no labels.
         ended: called with each request that is no longer seen; None: not called.
     """
 
@@ -253,7 +253,7 @@ class PoolFrames:
         self._last: Frame | None = None
 
     def head(self) -> dict[str, object]:
-        """What does not change: sizes and layer groups. O(groups)."""
+        """Return the constants: sizes and layer groups. O(groups)."""
         return {
             "version": VERSION,
             "num_blocks": self._kv.num_blocks,
@@ -264,12 +264,12 @@ class PoolFrames:
         }
 
     def look(self, time_s: float, *, looks_closely: bool = True) -> Frame:
-        """What has changed since the last look; the first says all.
+        """Return the changes since the last look; the first is whole.
 
-        O(blocks of the running requests + changes), and where it looks closely O(num_blocks).
+        O(blocks of the running requests + changes), and with `looks_closely` O(num_blocks).
 
         Args:
-            time_s: since the first look, as the caller counts.
+            time_s: the time since the first look.
             looks_closely: ask the pool which free blocks hold content.
         """
         frame = Frame(time_s, is_whole=self._last is None)
@@ -304,7 +304,10 @@ class PoolFrames:
         return frame
 
     def whole(self) -> Frame | None:
-        """What the last look saw, from nothing; None before the first. O(num_blocks + tables)."""
+        """Return the state of the last look as a whole frame; None before the first.
+
+        O(num_blocks + tables).
+        """
         if self._last is None:
             return None
         seen = self._seen
@@ -391,7 +394,7 @@ class PoolFrames:
         """Note a table that has changed.
 
         Args:
-            one: whose table.
+            one: the request with the table.
             group: of the KV cache.
             ids: the new table.
             num_hit: number of its first entries that were prefix cache hits.
@@ -410,7 +413,7 @@ class PoolFrames:
         """Count the holders of every changed block; return the blocks without any.
 
         Returns:
-            For each such block whether it is presumed to hold content.
+            For each such block 1 if it is presumed to hold content, else 0.
         """
         for change in self._changes:
             new = change.ids[change.first :]
@@ -429,7 +432,7 @@ class PoolFrames:
         return {n: state for n, state in left.items() if n and not self._holders[n]}
 
     def _count_hits(self, change: _Change) -> None:
-        """Count the new entries of a table that were found; what is handed out anew has none."""
+        """Count the new entries of a table that were hits; blocks handed out anew have none."""
         first, hits = change.first, self._hits
         for block_id in change.ids[first : change.num_hit]:
             if block_id != kvcore.NULL_BLOCK:
@@ -462,7 +465,7 @@ _IS_CACHED = bytes([state == kvcore.CACHED for state in range(256)])
 
 
 def _first_difference(one: array[int], other: array[int]) -> int:
-    """Where two tables part. O(the shorter one)."""
+    """Return the first entry in which two tables differ. O(the shorter one)."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -476,7 +479,7 @@ def _first_difference(one: array[int], other: array[int]) -> int:
 
 
 def _pair_runs(ids: array[int]) -> Runs:
-    """Pairs of a first id and a count: ids that follow one another, or null blocks. O(ids)."""
+    """Return pairs of a first id and a count: consecutive ids, or null blocks. O(ids)."""
     found = array("I")
     start, count = 0, 0
     for block_id in ids:
@@ -492,7 +495,7 @@ def _pair_runs(ids: array[int]) -> Runs:
 
 
 def _ids(runs: Runs) -> array[int]:
-    """The ids that pairs stand for. O(ids)."""
+    """Return the ids of pairs. O(ids)."""
     found = array("I")
     for start, count in zip(runs[::2], runs[1::2], strict=True):
         found.extend(range(start, start + count) if start else bytes(count))
@@ -500,7 +503,7 @@ def _ids(runs: Runs) -> array[int]:
 
 
 def _triple_runs(values: dict[int, int]) -> Runs:
-    """Triples of a first block, a count and the value that all of these have. O(n log n)."""
+    """Return triples of a first block, a count and the value of all of these. O(n log n)."""
     found = array("I")
     start, count, same = 0, 0, 0
     for block_id, value in sorted(values.items()):
@@ -516,7 +519,7 @@ def _triple_runs(values: dict[int, int]) -> Runs:
 
 
 def _values(runs: Runs) -> dict[int, int]:
-    """The values that triples stand for. O(blocks)."""
+    """Return the values of triples, by block. O(blocks)."""
     return {
         block_id: value
         for start, count, value in zip(runs[::3], runs[1::3], runs[2::3], strict=True)

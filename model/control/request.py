@@ -1,4 +1,4 @@
-"""One request: what was asked, where it stands, what came out.
+"""One request: its parameters, its state and its output.
 
 Decides: the life of a request (WAITING -> RUNNING -> FINISHED, with any number of detours through
 PREEMPTED) and when a sampled token ends it.
@@ -30,7 +30,7 @@ _MAX_EPOCH = 2**63 - 1  # `admission.py` has two for each
 
 
 class Status(enum.Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -39,7 +39,7 @@ class Status(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     LENGTH = "length"
     STOP = "stop"
@@ -48,13 +48,13 @@ class FinishReason(enum.Enum):
 
 
 class SampledToken(NamedTuple):
-    """A token of a request's output, and how likely it was.
+    """A token of a request's output, and its log-probability.
 
     Attributes:
         token_id: the token.
-        logprob: the natural logarithm of its probability in the model's own distribution, before
+        logprob: the natural logarithm of its probability in the model's distribution, before
             temperature, penalties, bias and cuts; None: `SamplingParams.logprobs` is None.
-        top_logprobs: the most likely tokens, in their order, each with the same of its own.
+        top_logprobs: the most likely tokens with their log-probabilities, the most likely first.
     """
 
     token_id: int
@@ -67,7 +67,7 @@ class HostCopy:
     """Blocks of a preempted request in host memory.
 
     Attributes:
-        num_tokens: tokens that were computed when they were copied.
+        num_tokens: the number of tokens that were computed when they were copied.
         places: for each layer group the entries of its table, from the first to before the second,
             or the blocks of its state; those before them are out of sight, or shared with others
             and expected in the cache.
@@ -80,7 +80,7 @@ class HostCopy:
 
     @property
     def num_blocks(self) -> int:
-        """How many there are. O(num_groups)."""
+        """The number of blocks. O(num_groups)."""
         return sum([stop - first for first, stop in self.places])
 
 
@@ -89,29 +89,29 @@ class Request:
 
     Attributes:
         request_id: chosen by the caller, unique among the unfinished requests of a scheduler.
-        priority: the lower, the sooner; how much sooner the scheduler's `priority_span` says.
+        priority: the lower, the sooner; `priority_span` of the scheduler says how much.
         leader: the first sample of the same prompt, if this is a further one: it waits for the
             leader's prompt to be computed, and shares it.
         sample: the number of this sample of its prompt, from 0.
-        namespace: with whom it shares what it computes.
-        retain: which ranges of its tokens stay in the cache longer than others.
+        namespace: the namespace of its prefix cache.
+        retain: the ranges of its tokens that stay in the cache longer than others.
         boundaries: positions at which the states of recurrent layers are wanted.
-        client: whose it is; the requests of each client take turns with those of others.
+        client: the client that sent it; clients take turns.
         items: multimodal items of its prompt; a cached prefix is shared only with equal ones.
-        images: the images that these are; None: what they are is not known here.
-        bad_words: what its output must not have; None: anything may come.
-        order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
+        images: the images behind the items; None: they are not known here.
+        bad_words: the sequences that its output must not have; None: there are none.
+        order: the key by which the scheduler sorts, the lower the sooner; set by `Scheduler.add`.
         max_total_tokens: the most tokens it can come to, its prompt included.
         sequence: its blocks and its tokens while RUNNING, otherwise None.
-        host_copy: what was stored of it when it was preempted, None if nothing was.
-        load: holds the blocks that this step copies that back to; None if it does not.
-        has_asked_tiers: whether host memory and disk were asked for its KV since it had blocks.
-        is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
+        host_copy: the blocks stored when it was preempted, or None.
+        load: holds the blocks to which this step copies the host copy back; None: it does not.
+        has_asked_tiers: True if host memory and disk were searched for its KV since it had blocks.
+        is_long: True if it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         num_loaded_tokens: tokens that were loaded for it from host memory, disk or a peer.
-        tier_marks: the moment of the tiers when it first got blocks; empty before.
-        num_preemptions: how often it lost its blocks to another request.
-        error: what ended it with `FinishReason.ERROR`; None: nothing has.
+        tier_marks: `TierManager.marks` of the time when it first got blocks; empty before.
+        num_preemptions: the number of times that it lost its blocks to another request.
+        error: the error that ended it with `FinishReason.ERROR`, or None.
 
     Raises:
         InvalidArgumentError: an empty prompt, a token id that is not one, no namespace, something
@@ -217,23 +217,23 @@ class Request:
         )
 
     def shares_prompt_with(self, other: Request) -> bool:
-        """Whether both are samples of one prompt, as far as they can be told apart. O(prompt)."""
+        """Return True if tokens, priority, client, namespace and items are equal. O(prompt)."""
         names = ("tokens", "priority", "client", "namespace", "items")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def status(self) -> Status:
-        """Where the request stands. O(1)."""
+        """The state of the request. O(1)."""
         return self._status
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it has not. O(1)."""
+        """The reason why it ended; None while it has not. O(1)."""
         return self._finish_reason
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended. O(1)."""
+        """True if it has ended. O(1)."""
         return self._status is Status.FINISHED
 
     @property
@@ -243,24 +243,24 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output, one that has not been read yet included. O(1)."""
+        """The number of tokens of prompt and output, one not read yet included. O(1)."""
         if self.sequence is None:
             return len(self._tokens) + self._is_owed
         return self.sequence.num_tokens
 
     @property
     def is_expecting(self) -> bool:
-        """Whether its last token was drawn and has not been read. O(1)."""
+        """True if its last token was drawn and has not been read. O(1)."""
         return self._is_owed if self.sequence is None else self.sequence.num_unknown_tokens > 0
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is written; 0 unless it runs. O(1)."""
+        """The number of tokens whose KV is written; 0 unless it runs. O(1)."""
         return 0 if self.sequence is None else self.sequence.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """The tokens generated so far, one that has not been read yet included. O(1)."""
+        """The number of generated tokens, one not read yet included. O(1)."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -273,7 +273,7 @@ class Request:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has all the tokens that it may come to. O(1)."""
+        """True if it has `max_total_tokens` tokens. O(1)."""
         return self.num_tokens == self.max_total_tokens
 
     @property
@@ -283,7 +283,7 @@ class Request:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed for it. O(1)."""
+        """True if log-probabilities of its prompt are still to be computed for it. O(1)."""
         return (
             self.params.prompt_logprobs is not None
             and self.leader is None
@@ -291,14 +291,14 @@ class Request:
         )
 
     def num_to_score(self, num_tokens: int) -> int:
-        """How many of its next tokens give log-probabilities of its prompt. O(1)."""
+        """Return how many of its next tokens give log-probabilities of its prompt. O(1)."""
         if not self.is_scoring:
             return 0
         left = self.num_prompt_tokens - 1 - self.num_computed_tokens
         return max(0, min(num_tokens, left))
 
     def score(self, position: int, tokens: Sequence[SampledToken]) -> None:
-        """Record prompt tokens from a position on; what was known already stays. O(tokens).
+        """Record prompt tokens from a position on; known ones stay. O(tokens).
 
         Raises:
             RequestStateError: tokens before the position are missing.
@@ -310,13 +310,13 @@ class Request:
 
     @property
     def longest_whole(self) -> int:
-        """Tokens of its longest image that one step has to compute; 1: there is none. O(images)."""
+        """The length of its longest image that one step has to compute; 1: none. O(images)."""
         if self.images is None or not self.images.is_whole:
             return 1
         return max(item.length for item in self.items)
 
     def whole_chunk(self, num_tokens: int) -> int:
-        """The most next tokens, at most `num_tokens`, that cut no such image. O(images)."""
+        """Return the most next tokens, at most `num_tokens`, that cut no such image. O(images)."""
         start = self.num_computed_tokens
         stop = start + num_tokens
         for item in self.items if self.longest_whole > 1 else ():
@@ -340,13 +340,13 @@ class Request:
 
     @property
     def is_led(self) -> bool:
-        """Whether its leader has still to sample from the prompt that both share. O(1)."""
+        """True if its leader has still to sample from the prompt that both share. O(1)."""
         leader = self.leader
         return leader is not None and not leader.is_finished and leader.num_output_tokens == 0
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that a running request has and has not computed. O(1).
+        """The number of its tokens that are not computed; only while it runs. O(1).
 
         Raises:
             RequestStateError: it does not run.
@@ -399,10 +399,10 @@ class Request:
         return sequence
 
     def tell(self, token: int) -> None:
-        """Say which token it is that a request expects which was preempted meanwhile. O(1).
+        """Set the token that a request expects, where it was preempted meanwhile. O(1).
 
         Raises:
-            RequestStateError: it expects none, or runs: then its sequence is told.
+            RequestStateError: it expects none, or runs: then its sequence is resolved instead.
         """
         if not self._is_owed:
             raise RequestStateError(
@@ -412,16 +412,16 @@ class Request:
         self._is_owed = False
 
     def ending(self, token: int) -> FinishReason | None:
-        """Whether it ends with this token, its newest, and why. O(1).
+        """Return the reason why this token, its newest, ends it, or None. O(1).
 
-        It is not finished by this: `finish` is, once the scheduler has let go of the blocks.
+        This does not finish it: `finish` does, once the scheduler has released the blocks.
         """
         if token in self._ends:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens == self.max_total_tokens else None
 
     def ends_by(self, token: int) -> bool:
-        """Whether a token ends it wherever it stands. O(1)."""
+        """Return True if a token ends it wherever it stands. O(1)."""
         return token in self._ends
 
     def finish(self, reason: FinishReason) -> kvcore.KVSequence | None:

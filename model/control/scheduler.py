@@ -1,4 +1,4 @@
-"""The scheduler: which requests run, and what each step computes.
+"""The scheduler: the requests that run, and the tokens that each step computes.
 
 Requests have an order, fixed when they arrive: clients take turns (`clients.py`), the requests of
 one go by arrival, and one level of priority moves a request ahead by `priority_span` turns and no
@@ -14,18 +14,19 @@ that comes after a waiting one which would fit then.
 A step reads in this order: `schedule` plans it and takes its blocks; `advance` commits what it
 computes, once it is on its way to the device; `accept` takes its tokens, after the next `schedule`
 at the latest; `update` is `advance` and `accept` at once. Until then every request that samples
-expects a token, which is committed when it is computed, a step after it was sampled. What was
-planned meanwhile for a request that ends by a stop token is dropped.
+expects a token, which is committed when it is computed, a step after it was sampled. Tokens that
+were planned meanwhile for a request that ends by a stop token are dropped.
 
-Further samples of a prompt start by a fork when it is computed. One without room waits its turn.
+Further samples of a prompt start by a fork when it is computed. One without room waits like any
+other request.
 
 Invariants:
 - what `add` accepts ends, whatever comes after it, unless blocks of the pool are held from outside;
 - `running` and `waiting` are each in order; a start never overtakes one that waits, but for samples
   that wait for their leader and requests that wait for KV from a tier (`tier_transfers.py`);
-- the first in order goes on in every step, but for those in which its blocks or those that it waits
-  for are copied, or a request before it has its last token read: a token of the budget is kept for
-  it and all others can be preempted for it;
+- the first in order runs in every step, except while its blocks or those that it waits for are
+  copied, or the last token of a request before it is read: a token of the budget is kept for it and
+  all others can be preempted for it;
 - a step never exceeds the budget, and a request that does not run holds no blocks, but for those
   that its KV is being loaded into;
 - nothing is committed of a request that has ended;
@@ -96,7 +97,7 @@ class Scheduler:
         self._planned: dict[int, Chunk] = {}
         self._stores: list[Transfer] = []
         self._loads: list[Transfer] = []
-        self._no_room: tuple[Request, int, kvcore.Plan] | None = None  # who, its length, its plan
+        self._no_room: tuple[Request, int, kvcore.Plan] | None = None  # request, length, its plan
         self._in_flight: Step | None = None
         self._expecting: tuple[Request, ...] = ()  # what the last step samples, unread
         self._read: dict[Request, int] = {}  # tokens that sequences get when the next step advances
@@ -119,22 +120,24 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running. O(1)."""
+        """True if any request is waiting or running. O(1)."""
         return bool(self._unfinished)
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
-        """Every request that waits or runs, and any that a broken plan left between. O(those)."""
+        """The requests that wait or run, and any that a broken plan left between. O(those)."""
         return tuple(self._unfinished.values())
 
     @property
     def is_speculative(self) -> bool:
-        """Whether speculative decoding is on. O(1)."""
+        """True if speculative decoding is on. O(1)."""
         return self._drafter is not None
 
     @cached_property
     def max_model_len(self) -> int:
-        """Tokens that a request may come to for sure, its prompt included. O(log blocks), once.
+        """The number of tokens that a request may surely come to, prompt included.
+
+        O(log blocks), once.
 
         No more than positions, than an otherwise empty pool has room for in all KV cache groups,
         and no more than there are slots, because block tables are as wide.
@@ -183,7 +186,7 @@ class Scheduler:
         """End a request wherever it stands; its blocks go back at once. O(num_unfinished).
 
         Returns:
-            Whether it was unfinished. Aborting a finished request changes nothing.
+            True if it was unfinished. Aborting a finished request changes nothing.
         """
         return self.finish(request, FinishReason.ABORTED)
 
@@ -191,7 +194,7 @@ class Scheduler:
         """End a request for a reason found outside, a stop string for one. O(num_unfinished).
 
         Returns:
-            Whether it was unfinished.
+            True if it was unfinished.
 
         Raises:
             InvalidArgumentError: the request is not one of this scheduler.
@@ -320,7 +323,7 @@ class Scheduler:
                 may_start = False
 
     def _plan_drafts(self, drafter: Drafter) -> None:
-        """Let decodes bring drafts, as far as budget and blocks are left when all else is planned.
+        """Give decodes draft tokens, as far as budget and blocks are left after all other plans.
 
         No request is preempted for draft tokens; only a follower that would fork after this step
         may find no block left and then starts like any other request.
@@ -361,7 +364,7 @@ class Scheduler:
         return max(0, min(most, self.config.draft_tokens))
 
     def _first_waiting(self) -> tuple[Request | None, int]:
-        """The first that could start, and how many before it wait for their leaders."""
+        """Return the first request that could start, and how many before it wait for leaders."""
         num_forks, loading = 0, () if self._tiers is None else self._tiers
         for request in self._waiting:
             if request.is_led:
@@ -371,7 +374,7 @@ class Scheduler:
         return None, num_forks
 
     def _admit(self, request: Request, num_forks: int) -> bool:
-        """Whether a waiting request can start now, after preempting what comes behind it."""
+        """Make room for a waiting request by preempting those behind it; True if it can start."""
         if request.is_expecting or any(store.request is request for store in self._stores):
             return False  # it has just given way itself
         while True:
@@ -399,13 +402,13 @@ class Scheduler:
             self._preempt(self._running[-1])
 
     def _note_no_room(self, request: Request, plan: kvcore.Plan) -> None:
-        """Remember what a request wants that found no room, unless it may come to want less.
+        """Remember the blocks that a request lacked, unless it may come to need fewer.
 
-        It wants less once more of its prefix is found, or once a block that it would revive is
-        found in the hands of a running request: one that starts with it (`_run`), or one that has
-        computed the same block itself and is found in its place once the idle copy is evicted.
-        Apart from `_run`, only a running request that begins with the same tokens can bring that
-        about. O(num_running), and O(tokens) of those that begin alike.
+        It needs fewer once more of its prefix is found, or once a block that it would revive is in
+        use by a running request: one that starts with it (`_run`), or one that has computed the
+        same block itself and is found in its place once the idle copy is evicted. Apart from
+        `_run`, only a running request that begins with the same tokens can bring that about.
+        O(num_running), and O(tokens) of those that begin alike.
         """
         revives = plan.num_revived_blocks > 0
         end = self._stride if revives else plan.num_cached_tokens + self._stride
@@ -418,7 +421,7 @@ class Scheduler:
         self._no_room = (request, request.num_tokens, plan)
 
     def _still_has_no_room(self, request: Request, num_forks: int) -> bool:
-        """Whether a request that found no room finds none now, so that nothing is looked up."""
+        """Return True if a request that found no room finds none now either, without a look-up."""
         if self._no_room is None or self._no_room[:2] != (request, request.num_tokens):
             return False
         missing = self._admission.num_wanted(self._no_room[2]) - self._kv.num_free_blocks
@@ -427,7 +430,7 @@ class Scheduler:
         return missing > 0
 
     def _helps_to_preempt(self, request: Request, plan: kvcore.Plan, num_forks: int) -> bool:
-        """Whether a waiting request fits once all that come behind it have given way."""
+        """Return True if a waiting request fits once all behind it are preempted."""
         victims = [r for r in self._running if r.order >= request.order]
         if not victims or len(self._running) - len(victims) + num_forks >= self.config.max_num_seqs:
             return False
@@ -437,7 +440,7 @@ class Scheduler:
         return len(victims) == len(self._running) or missing <= gained
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
-        """Whether a request before it is about to compute the next block this one could hit."""
+        """Return True if a request before it will compute the next block that it could hit."""
         end = num_cached_tokens + self._kv.block_size
         if not self._kv.enable_caching or request.is_scoring or end >= request.num_tokens:
             return False
@@ -468,7 +471,7 @@ class Scheduler:
             self.stats.num_loads += 1
 
     def _plan_chunk(self, request: Request) -> None:
-        """Plan what fits of a running request into budget and blocks; it may have to wait."""
+        """Plan the next tokens of a running request that budget and blocks allow, maybe none."""
         if self._has_room(request):
             wanted = self._admission.num_plannable(request, self._budget, self._planned.values())
             if wanted and self._keeps_states:
@@ -478,7 +481,10 @@ class Scheduler:
                 self._add_chunk(request, request.num_computed_tokens, num_tokens)
 
     def _has_room(self, request: Request) -> bool:
-        """Whether a running request can have a token, after preempting what comes behind it."""
+        """Make room for the least chunk of a running request by preempting those behind it.
+
+        True if it has room now.
+        """
         while not self._kv.can_reserve(request.running_sequence, request.least_chunk):
             if self._tiers is not None and self._tiers.give_way(request.order):
                 continue
@@ -528,8 +534,8 @@ class Scheduler:
         """Commit a computed step and hand out its tokens: `advance`, then `accept`.
 
         Args:
-            step: what `schedule` returned last.
-            sampled: request_id -> the token drawn for it, for everyone in the `sampling` of a chunk
+            step: the step that `schedule` returned last.
+            sampled: request_id -> the token drawn for it, of all in the `sampling` of a chunk
                 whose own request was not aborted.
             further: as `accept` takes it.
 
@@ -549,12 +555,12 @@ class Scheduler:
         return orders
 
     def advance(self, step: Step) -> tuple[kvcore.CopyOrder, ...]:
-        """Take a step that is on its way for computed, its tokens for drawn. O(step.num_tokens).
+        """Treat a step that was sent as computed, and its tokens as drawn. O(step.num_tokens).
 
-        Whatever the device does for a later step comes after it.
+        The device runs every later step after it.
 
         Args:
-            step: what `schedule` returned last; the tokens of the step before have been accepted.
+            step: the step that `schedule` returned last; the tokens of the one before are accepted.
 
         Returns:
             Blocks to be copied before the next step.
@@ -586,12 +592,12 @@ class Scheduler:
         return tuple(orders)
 
     def drop(self, step: Step) -> None:
-        """Let go of a step that was not carried out, or not even planned to its end.
+        """Drop a step that was not run, or not even planned to its end.
 
         Its requests have been aborted. O(transfers).
 
         Args:
-            step: what `schedule` returned last, anything if it has raised.
+            step: the step that `schedule` returned last, or anything if it has raised.
         """
         if self._in_flight is not None:
             self.advance(step)
@@ -612,14 +618,14 @@ class Scheduler:
         Rejected drafts are removed with their blocks and are never in the prefix cache.
 
         Args:
-            sampled: request_id -> the token drawn for it, for everyone who still expects one.
+            sampled: request_id -> the token drawn for it, of all that still expect one.
             further: request_id -> the tokens sampled after that one, where the drafts between them
                 were accepted (see `drafts.accepted_tokens`).
             advances: `advance` follows, with the next step: the sequences get the tokens there, in
                 one call with all that this step computes. Until then `Request.tokens` lacks them.
 
         Returns:
-            Those who did, in the order of the step; some may have finished by it.
+            The requests that got a token, in the order of the step; some may have finished by it.
 
         Raises:
             SchedulerStateError: a token is missing, or follows what was not computed; nothing has
@@ -658,7 +664,7 @@ class Scheduler:
             )
 
     def _commit(self, chunks: Sequence[Chunk]) -> None:
-        """What was planned is computed, and each that samples expects a token.
+        """Commit the planned tokens; each chunk that samples expects a token.
 
         Tokens that were read become known in the same call, and with them the expected ones get
         room, if blocks are free; otherwise they get it when they are planned.
@@ -696,7 +702,7 @@ class Scheduler:
     def _accept_drafts(
         self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]
     ) -> None:
-        """The drafts that held are computed, what was drawn behind them joins; the rest is cut.
+        """Commit accepted drafts, and append the tokens drawn after them; remove the others.
 
         Where states are kept, no draft is computed: no state has been stored behind one.
         """

@@ -7,10 +7,10 @@
         def __post_init__(self) -> None:
             check_settings(self)
 
-Decides: what a declaration says, which values it allows, and the error for a wrong one. Flags
+Decides: the parts of a declaration, the values that it allows, and the error for a wrong one. Flags
 (`model/cli/settings.py`), fields of files and of requests and the page of flags are made from what
-`settings_of` returns; `check_settings` is the check. A setting names those that it needs; what two
-settings may not mean together is said by the class that has both.
+`settings_of` returns; `check_settings` is the check. A setting names those that it needs; a class
+with two settings that exclude each other checks them.
 
 Invariants: a value that is allowed has the type of its annotation, NaN is no number and a bool no
 integer; an error names the setting, what was wanted and what came.
@@ -45,15 +45,15 @@ _NOUNS = {int: "integer", float: "number"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is declared of a setting, and what its field says.
+    """The declaration of a setting, with the name and the type of its field.
 
     Attributes:
         default: its value when none is given; shown in every description unless it is None.
-        help: what it means to the user: a phrase without a full stop.
-        name: of the field.
+        help: its meaning for the user: a phrase without a full stop.
+        name: the name of the field.
         takes: its annotation without None.
-        is_optional: whether None is allowed.
-        least: the smallest number that is allowed, of each where it takes several; 1 of a text: it
+        is_optional: True if None is allowed.
+        least: the smallest allowed number, of each value if it takes several; 1 of a text: it
             is not empty.
         most: the largest, likewise.
         above: numbers must be above this.
@@ -61,9 +61,9 @@ class Setting:
         unit: "bytes": a command line takes 2GiB for it too; "list": it takes all of several values
             at once, with commas between them, where else the flag is repeated.
         flag: its name on a command line, where that is not the field's; "": it is no flag.
-        metavar: what stands for its value in a description of the flag; None: N for a number, and
+        metavar: the word for its value in a description of the flag; None: N for a number, and
             so on.
-        is_common: whether the short description of a command line (`--help`) has it.
+        is_common: True if the short description of a command line (`--help`) has it.
         needs: settings of the same class without which this one does nothing; one of them must be
             given too. `"name"` is given by any value but its default, `"name=value"` by that value.
     """
@@ -85,12 +85,12 @@ class Setting:
 
     @property
     def takes_several(self) -> bool:
-        """Whether it takes a tuple of values. O(1)."""
+        """True if it takes a tuple of values. O(1)."""
         return get_origin(self.takes) is tuple
 
     @property
     def takes_each(self) -> object:
-        """The type of one value, where it takes several. O(1)."""
+        """The type of one value, also if it takes several. O(1)."""
         return get_args(self.takes)[0] if self.takes_several else self.takes
 
     def check(self, value: object) -> None:
@@ -112,7 +112,7 @@ class Setting:
             )
 
     def allows_each(self, value: object) -> bool:
-        """Whether one value is allowed, where it takes several. O(1)."""
+        """Return True if one value is allowed, also if it takes several. O(1)."""
         kind = self.takes_each
         if get_origin(kind) is Literal:
             return any(type(value) is type(one) and value == one for one in get_args(kind))
@@ -137,7 +137,7 @@ class Setting:
 
     @property
     def wanted_each(self) -> str:
-        """Which values are allowed, in words: "an integer from 1 to 8". O(1)."""
+        """The allowed values in words: "an integer from 1 to 8". O(1)."""
         kind = self.takes_each
         if get_origin(kind) is Literal:
             return "one of " + ", ".join(map(repr, get_args(kind)))
@@ -188,7 +188,7 @@ def setting(
     The annotation says what it takes: `bool`, `int`, `float`, `str`, a `Literal`, a `tuple[T, ...]`
     of one of these, and any of them `| None`, where None means that nothing was said. A class that
     has `WANTED`, words, and `from_text`, a class method, can stand on a command line too. A field
-    that takes anything else is declared all the same, and checked by who has it.
+    that takes anything else is declared all the same, and checked by the class that has it.
 
     Args:
         default: as in `Setting`.
@@ -201,7 +201,7 @@ def setting(
 
 @functools.cache
 def settings_of(declared: type["DataclassInstance"]) -> tuple[Setting, ...]:
-    """The settings of a dataclass, in order; its other fields are left out. O(fields), once."""
+    """Return the settings of a dataclass, in order, without other fields. O(fields), once."""
     hints = get_type_hints(declared)
     found = []
     for each in fields(declared):
@@ -238,7 +238,7 @@ def check_needs(
     Args:
         declared: the class.
         values: by the name of the setting; a setting that is missing has its default.
-        name_of: what the user calls a setting.
+        name_of: returns the user's name of a setting.
 
     Raises:
         InvalidArgumentError: names both settings.

@@ -1,7 +1,7 @@
 """A step: the scheduler's plan, its counters, the step on its way through the device, its watch.
 
 Decides: the phases of a step. `schedule` plans it, `prepare` builds its tensors, `forward` is the
-network, `sample` draws the tokens, `commit` tells the cache and makes text.
+network, `sample` draws the tokens, `commit` updates the cache and decodes text.
 
 Invariants: a plan is a value; nothing in it changes after it was made, but for the payload of a
 host copy, which belongs to the `BlockMover` that carries out the transfers.
@@ -32,11 +32,11 @@ class Chunk(NamedTuple):
     """Tokens `start` to `start + num_tokens - 1` of a request, to be computed in one step.
 
     Attributes:
-        samples: the chunk ends at the last known token, so its logits give the next one.
+        samples: True if the chunk ends at the last known token: its logits give the next one.
         followers: further samples of the same prompt; the same logits give the first token of each.
         drafts: the last of its tokens, where those are guesses of what follows the last known one;
             tokens are drawn from the logits of that and of each guess.
-        num_scored: how many of its first tokens give the log-probability of the next prompt token.
+        num_scored: the number of its first tokens that give the log-probability of the next one.
     """
 
     request: Request
@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 
     @property
     def num_known(self) -> int:
-        """Tokens that are no guesses. O(1)."""
+        """The number of tokens that are no guesses. O(1)."""
         return self.num_tokens - len(self.drafts)
 
     @property
@@ -63,11 +63,11 @@ class Transfer:
     """Blocks that move between the cache and a copy in host memory, in order.
 
     Attributes:
-        request: whose they are.
+        request: the request that they belong to.
         block_ids: in the cache.
-        copy: the other end.
-        ranges: which entries of the copy, from each first one to before the second, in order: not
-            all where the request has found its beginning in the cache.
+        copy: the copy in host memory.
+        ranges: the entries of the copy, from each first one to before the second, in order: not all
+            where the request has found its beginning in the cache.
         lease: holds the blocks until the step is updated.
     """
 
@@ -80,7 +80,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward pass computes, and what moves before it.
+    """The plan of one forward pass, and the transfers before it.
 
     Every request appears at most once among the chunks and loads. `stores` come first, then
     `loads`, then the pass.
@@ -96,17 +96,17 @@ class Step:
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     def running(self) -> list[Chunk]:
-        """The chunks of requests that still run. O(num_chunks)."""
+        """Return the chunks of requests that still run. O(num_chunks)."""
         return [chunk for chunk in self.chunks if chunk.request.sequence is not None]
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do. O(1)."""
+        """True if there is nothing to do. O(1)."""
         return not (self.chunks or self.stores or self.loads)
 
 
 def samplers(chunks: Sequence[Chunk]) -> list[Request]:
-    """The requests that get a token from these chunks, each leader before its followers."""
+    """Return the requests that get a token from these chunks, each leader before its followers."""
     requests: list[Request] = []
     for chunk in chunks:
         if chunk.followers:
@@ -117,7 +117,7 @@ def samplers(chunks: Sequence[Chunk]) -> list[Request]:
 
 
 def drafts_of(chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
-    """request_id -> its draft tokens, of the requests that have any."""
+    """Return request_id -> draft tokens, of the requests that have any."""
     return {chunk.request.request_id: chunk.drafts for chunk in chunks if chunk.drafts}
 
 
@@ -151,8 +151,8 @@ class SchedulerStats:
     `num_hit_tokens` counts prompt tokens found in the cache when a request is first admitted; what
     a preempted request finds of itself is not a hit, and neither is what a sample shares with the
     first one of its prompt: those are `num_forks`. `num_swaps` counts the preemptions that stored
-    blocks in host memory, `num_loads` the stored blocks' ways back. `num_drafts` counts how often a
-    request has brought drafts, `num_draft_tokens` how many, `num_accepted_tokens` those that held.
+    blocks in host memory, `num_loads` the stored blocks' ways back. `num_drafts` counts the chunks
+    with draft tokens, `num_draft_tokens` the tokens, `num_accepted_tokens` the accepted ones.
     """
 
     num_prompt_tokens: int = 0
@@ -169,7 +169,7 @@ class SchedulerStats:
 
 
 def alike(numbers: list[int]) -> int | list[int]:
-    """The number that all are, which kvcore takes fastest, or the numbers."""
+    """Return the number if all are equal, because kvcore is faster with one, or else all."""
     first = numbers[0] if numbers else 0
     return first if numbers.count(first) == len(numbers) else numbers
 
@@ -182,7 +182,7 @@ class ScoredPrompts(Protocol):
     """The log-probabilities of prompt tokens, on their way to the host."""
 
     def tokens(self) -> Iterable[tuple[Request, int, list[SampledToken]]]:
-        """Each request, the position of the first of its tokens, and the tokens.
+        """Return each request, the position of the first of its tokens, and the tokens.
 
         Only after the drawn tokens of the step are read. O(tokens * tops).
         """
@@ -193,11 +193,11 @@ class DrawnTokens(Protocol):
     """The tokens of a step, on the device or on their way to the host."""
 
     def read(self) -> Sequence[int | None]:
-        """The token of each row, None if its logits are not finite; waits for the step."""
+        """Return the token of each row, None if its logits are not finite; waits for the step."""
         ...
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Row -> log-probabilities, of the rows that ask; only after `read`."""
+        """Return row -> log-probabilities, of the rows that ask; only after `read`."""
         ...
 
 
@@ -219,11 +219,11 @@ class Flight:
     _tokens: dict[int, int | None] | None = None  # once they are read
 
     def rows(self) -> dict[int, int]:
-        """request_id -> its row. O(num_sampled)."""
+        """Return request_id -> its row. O(num_sampled)."""
         return {request.request_id: row for row, request in enumerate(self.sampling)}
 
     def read(self) -> dict[int, int | None]:
-        """request_id -> its token, None if its logits are not finite, once the step is done.
+        """Return request_id -> its token, None if its logits are not finite; waits for the step.
 
         O(num_sampled), once.
         """
@@ -233,14 +233,17 @@ class Flight:
         return self._tokens
 
     def ahead(self) -> Iterator[tuple[Request, tuple[int, ...], Sequence[int | None]]]:
-        """Each request with draft tokens, the drafts, and the token drawn after each. O(drafts)."""
+        """Yield each request with draft tokens, the drafts, and the token drawn after each.
+
+        O(drafts).
+        """
         tokens, row = self.drawn.read(), len(self.sampling)
         for request, drafts in self.drafted:
             yield request, drafts, tokens[row : row + len(drafts)]
             row += len(drafts)
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """request_id -> log-probabilities of its tokens, if asked for; only after `read`.
+        """Return request_id -> log-probabilities of its tokens, if it asks; only after `read`.
 
         O(num_sampled that ask).
         """
@@ -253,50 +256,50 @@ class Flight:
 
 
 def rows_behind(drafted: Sequence[tuple[Request, tuple[int, ...]]]) -> Iterator[Request]:
-    """The request of each draft token. O(drafts)."""
+    """Yield the request of each draft token. O(drafts)."""
     return (request for request, drafts in drafted for _ in drafts)
 
 
 class StepWatch(Protocol):
-    """What the engine tells while it runs a step: `begin`, `scheduled`, `done` ..., `end`."""
+    """An observer that the engine calls in a step: `begin`, `scheduled`, `done` ..., `end`."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         ...
 
     def scheduled(self, step: Step) -> None:
-        """The step is planned."""
+        """Record that the step is planned."""
         ...
 
     def done(self, phase: str) -> None:
-        """A phase is over; the next one begins."""
+        """Record that a phase is over; the next one begins."""
         ...
 
     def on_device(self, phase: str) -> AbstractContextManager[object]:
-        """What the body sends to the device belongs to this phase."""
+        """Record that all that the body sends to the device belongs to this phase."""
         ...
 
     def end(self) -> None:
-        """The last phase and the step are over."""
+        """Record that the last phase and the step are over."""
         ...
 
 
 class Unwatched:
-    """A watch that does not look."""
+    """A watch that records nothing."""
 
     def begin(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def scheduled(self, step: Step) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def done(self, phase: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def on_device(self, phase: str) -> AbstractContextManager[object]:
-        """Nothing."""
+        """Return a context that does nothing."""
         del phase
         return _NOTHING
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""

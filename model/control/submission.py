@@ -23,7 +23,7 @@ Prompt = str | Sequence[int]
 
 
 def salted(cache_salt: str, lora_name: str | None = None) -> kvcore.Namespace:
-    """The namespace of a cache salt and an adapter; without both the default one. O(salt).
+    """Return the namespace of a cache salt and an adapter; without both the default one. O(salt).
 
     Raises:
         InvalidArgumentError: UTF-8 cannot encode it.
@@ -81,9 +81,9 @@ class Submission:
     Attributes:
         prompt: text, or token ids.
         params: its sampling parameters. The prompt is computed once, and each of its `n` samples
-            is a request of its own.
+            is a separate request.
         priority: lower numbers run first.
-        client: whose request it is; clients take turns (`control/clients.py`).
+        client: the client that sends it; clients take turns (`control/clients.py`).
         namespace: requests share cached prefixes only within a namespace; its `lora_name` is the
             adapter that computes them.
         retain: ranges of its tokens to keep in the prefix cache longer than others.
@@ -91,8 +91,8 @@ class Submission:
             prompts that part there; that of its end is kept anyway.
         items: multimodal items that its tokens stand for (images, audio), in order. They are part
             of the prefix cache identity only: the runner computes the embeddings of tokens.
-        images: the images that its tokens stand for, which the runner computes too; they have items
-            of their own.
+        images: the images that its tokens stand for, which the runner computes too; they have
+            their items with them.
     """
 
     prompt: Prompt

@@ -1,9 +1,9 @@
 """Requests that wait for KV from host memory, disk or a peer, and transfers to and from tiers.
 
-Decides: whether a load is worth it: it should be quicker than computing, both as measured while
+Decides: which loads are worth it: they should be quicker than computing, both as measured while
 running; until both have been measured, a load is tried. When a load is given up: once it has taken
-as long as computing would, so a request waits at most twice as long as without tiers. How much is
-stored at once, and when a store is given up.
+as long as computing would, so a request waits at most twice as long as without tiers. The number of
+stores at once, and when a store is given up.
 
 A request that starts and finds more in the tiers than in the pool goes back among the waiting ones:
 its blocks are reserved under a lease, it has no place in the batch, and those behind it go on. When
@@ -22,8 +22,8 @@ of their own, one for loads and one for stores; no block is published before all
 are there; every load and every store ends, by its deadline at the latest; a request that ends while
 it waits gives its blocks back at once; no clock, thread or tier of one rank alone changes the pool.
 
-Does not know: torch, which bytes a block has (`TierDevice`), the order of requests but for who
-gives way.
+Does not know: torch, which bytes a block has (`TierDevice`), the order of requests but for the
+one that is preempted.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _STORE_DEADLINE_S: Final = 1.0
 _POLL_S: Final = 0.002
 _DRAIN_S: Final = 10.0
 _WEIGHT: Final = 0.3  # of a new measurement
-_FORGIVEN: Final = 0.95  # what a load that was not worth it makes of the time that loads take
+_FORGIVEN: Final = 0.95  # the factor of the load time after a load that was not worth it
 _FAILED, _RUNNING, _DONE = 0, 1, 2  # states of a transfer: of several ranks the least counts
 _log = logging.getLogger(__name__)
 
 
 class TierDevice(Protocol):
-    """Runs jobs, such as `HostTransfers`: it knows where the bytes of a block are."""
+    """A device that runs jobs, such as `HostTransfers`: it knows the bytes of a block."""
 
     def mark(self) -> object:
-        """Note what the device has been sent so far; a job with this mark comes after it."""
+        """Return a mark of all that was sent to the device; a job with it comes after that."""
         ...
 
     def began(self, job: LoadJob) -> None:
-        """A load has been begun; its blocks will be written."""
+        """Note that a load has begun; its blocks will be written."""
         ...
 
     def load(self, job: LoadJob, mark: object) -> None:
@@ -77,7 +77,7 @@ class TierDevice(Protocol):
         ...
 
     def gave_up(self) -> None:
-        """A load was given up while it ran: what is sent from now on comes after its writes."""
+        """Order what is sent from now on after the writes of a running load that was given up."""
         ...
 
 
@@ -86,22 +86,22 @@ class TierRanks(Protocol):
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """The number of this rank."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     def all_gather(self, content: bytes) -> Sequence[bytes]:
-        """Return what each has given, by rank; all of one length."""
+        """Return the content that each rank has given, by rank; all have one length."""
         ...
 
 
 @final
 class TransferCosts:
-    """What computing and loading take, measured while running.
+    """The times of computing and of loading, measured while running.
 
     Args:
         copy_bytes: of a block.
@@ -117,25 +117,25 @@ class TransferCosts:
         self._copy_bytes = copy_bytes
 
     def loading_s(self, copies: Mapping[str, int]) -> float | None:
-        """The seconds that a load of these copies takes in all; None: unknown. O(tiers)."""
+        """Return the seconds that a load of these copies takes; None: unknown. O(tiers)."""
         found = [(self.load_s.get(name), count) for name, count in copies.items() if count]
         if any(rate is None for rate, _ in found):
             return None
         return sum([(rate or 0.0) * count for rate, count in found]) * self._copy_bytes
 
     def computing_s(self, num_tokens: int) -> float | None:
-        """Seconds that computing tokens takes; None: unknown. O(1)."""
+        """Return the seconds that computing tokens takes; None: unknown. O(1)."""
         return None if self.compute_s is None else self.compute_s * num_tokens
 
     def deadline_s(self, num_tokens: int, num_copies: int) -> float:
-        """Seconds after which a load is given up. O(1)."""
+        """Return the seconds after which a load is given up. O(1)."""
         longest = self.computing_s(num_tokens)
         if longest is None:
             longest = num_copies * self._copy_bytes / _SLOWEST_BYTES_PER_S
         return max(_LEAST_DEADLINE_S, longest)
 
     def is_worth(self, found: Found, waiting_s: float) -> bool:
-        """Whether to load what was found, behind loads that take `waiting_s`. O(tiers)."""
+        """Return True if a load is worth it, behind loads that take `waiting_s`. O(tiers)."""
         loading_s = self.loading_s(found.num_copies)
         computing_s = self.computing_s(found.num_tokens - found.num_device_tokens)
         if loading_s is None or computing_s is None or waiting_s + loading_s <= computing_s:
@@ -146,13 +146,13 @@ class TransferCosts:
         return False
 
     def note_step(self, num_tokens: int, took_s: float) -> None:
-        """Note how long a step took. O(1)."""
+        """Note the time of a step. O(1)."""
         if num_tokens >= _LEAST_STEP_TOKENS:
             each, before = took_s / num_tokens, self.compute_s
             self.compute_s = each if before is None else before + _WEIGHT * (each - before)
 
     def note_load(self, copies: Mapping[str, int], took_s: float) -> None:
-        """Note how long a load of this number of copies from each tier took. O(tiers)."""
+        """Note the time of a load of this number of copies from each tier. O(tiers)."""
         names = [name for name, count in copies.items() if count]
         size = sum(copies.values()) * self._copy_bytes
         if not size:
@@ -176,11 +176,11 @@ class _Running(Generic[_Job]):
 
     Attributes:
         job: the job.
-        deadline_s: when it is given up.
-        is_over: whether its thread has done with it.
-        is_told: whether the other ranks know that, if there are any.
-        has_failed: whether it raised.
-        took_s: how long it ran.
+        deadline_s: the time at which it is given up.
+        is_over: True once its thread has done with it.
+        is_told: True once the other ranks know that, if there are any.
+        has_failed: True if it raised.
+        took_s: the seconds that it ran.
     """
 
     job: _Job
@@ -192,11 +192,11 @@ class _Running(Generic[_Job]):
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether it has done what it should, once it is over. O(1)."""
+        """True if it has succeeded; only once it is over. O(1)."""
         return self.job.is_done
 
     def tell(self, now_s: float) -> int:
-        """The state to report to the other ranks. O(tiers)."""
+        """Return the state to report to the other ranks. O(tiers)."""
         if self.is_over:
             self.is_told = True
             return _DONE if self.has_succeeded else _FAILED
@@ -210,7 +210,7 @@ class _Waiting(_Running["LoadJob"]):
     Attributes:
         request: the request.
         sequence: its sequence until then.
-        expected_s: how long the load should take.
+        expected_s: the seconds that the load should take.
     """
 
     request: Request
@@ -219,19 +219,19 @@ class _Waiting(_Running["LoadJob"]):
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether all its bytes are in their blocks, and count. O(tiers)."""
+        """True if all its bytes are in their blocks, and it did not raise. O(tiers)."""
         return self.job.is_whole and not self.has_failed
 
 
 @dataclass(frozen=True, slots=True)
 class _Asking:
-    """A request that waits until all ranks have said what they have found for it.
+    """A request that waits until all ranks have reported the copies that they have found for it.
 
     Attributes:
         sequence: its sequence until then.
-        found: what this rank has found.
-        num_tokens: how much of that is worth a load; 0: nothing.
-        waiting_s: how long a load would wait for those before it.
+        found: the copies that this rank has found.
+        num_tokens: the tokens of them that are worth a load; 0: none.
+        waiting_s: the seconds that a load would wait for those before it.
     """
 
     sequence: kvcore.KVSequence
@@ -270,18 +270,18 @@ class TierTransfers:
     """The tiers behind the pool of one scheduler.
 
     Args:
-        tiers: what is where.
-        device: moves bytes.
-        host: gives threads and time; None: the process.
-        server: serves the tiers to peers; None: nothing does.
-        ranks: those that share the network; None: it is whole here.
+        tiers: the tiers, which know the place of each copy.
+        device: moves the bytes.
+        host: the source of threads and time; None: this process.
+        server: serves the tiers to peers; None: they are not served.
+        ranks: the processes that share the network; None: it is whole here.
 
     Attributes:
         tiers: as above.
         server: as above.
-        costs: what decides whether a load is worth it.
-        stats: its counters.
-        wake: is called on a thread of the transfers whenever one is over.
+        costs: the times that decide if a load is worth it.
+        stats: the counters.
+        wake: called on a thread of the transfers whenever one is over.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class TierTransfers:
             self._host.start_thread(name, partial(self._work, queue))
 
     def __contains__(self, request: Request) -> bool:
-        """Whether a request waits for its KV. O(1)."""
+        """Return True if a request waits for its KV. O(1)."""
         return request in self._loads or request in self._asking
 
     @property
@@ -323,7 +323,7 @@ class TierTransfers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is on its way. O(1)."""
+        """True if a transfer is under way. O(1)."""
         return bool(self._loads or self._stores or self._asking)
 
     @property
@@ -343,18 +343,18 @@ class TierTransfers:
     # What has failed
 
     def note_start(self, request: Request) -> None:
-        """A request gets blocks: what it computes is stored after this moment. O(tiers)."""
+        """Note that a request gets blocks: its KV is stored after this moment. O(tiers)."""
         request.tier_marks = request.tier_marks or self.tiers.marks()
 
     def distrust(self, request: Request) -> None:
-        """Empty the cache; of the tiers forget what a request has read or may have computed.
+        """Empty the cache, and forget copies of the tiers that a request read or may have written.
 
-        What was computed from that came later than its start. O(copies).
+        Copies that were computed from these came later than its start. O(copies).
         """
         self.tiers.reset(request.tier_marks or self.tiers.marks(), request.sequence)
 
     def distrust_steps(self) -> None:
-        """Empty the cache; of the tiers forget what the last two steps may have written.
+        """Empty the cache, and forget copies of the tiers that the last two steps may have written.
 
         O(copies).
         """
@@ -363,13 +363,13 @@ class TierTransfers:
     # Loads
 
     def begin(self, request: Request) -> bool:
-        """Begin to load what the tiers have of a request that has just started, if it is worth it.
+        """Begin to load the KV of a request that has just started, if that is worth it.
 
-        The request waits then, without its sequence: see `Request.suspend`. Asked once each time
-        that a request has no blocks. O(its blocks in tiers).
+        The request waits then, without its sequence: see `Request.suspend`. The tiers are searched
+        once each time that a request has no blocks. O(its blocks in tiers).
 
         Returns:
-            Whether it waits.
+            True if it waits.
         """
         if request.has_asked_tiers:
             return False
@@ -390,7 +390,7 @@ class TierTransfers:
         return True
 
     def _begin(self, request: Request, asked: _Asking, num_tokens: int) -> bool:
-        """Begin to load a prefix; whether there is room, and more to load than the pool has."""
+        """Begin to load a prefix; False if there is no room, or no more than the pool has."""
         try:
             job = self.tiers.begin_load(asked.sequence, num_tokens=num_tokens)
         except kvcore.OutOfBlocksError:
@@ -416,7 +416,7 @@ class TierTransfers:
         Stores are begun again as far as their contents are still there. O(transfers).
 
         Returns:
-            Whether there were any.
+            True if there were any.
         """
         if self._stores:
             self._given_up += self._stores
@@ -430,19 +430,19 @@ class TierTransfers:
         return True
 
     def forget(self, request: Request) -> None:
-        """Give up the load of a request, if it waits for one; its blocks are free. O(blocks)."""
+        """Give up the load of a request, if it waits for one, and free its blocks. O(blocks)."""
         if (asked := self._asking.pop(request, None)) is not None:
             self.tiers.kv.close(asked.sequence)
         if (load := self._loads.pop(request, None)) is not None:
             self._end_load(load, is_wanted=False)
 
     def settle(self) -> bool:
-        """End what is over, has failed or takes too long. O(transfers and their blocks).
+        """End the transfers that are over, have failed or take too long. O(their blocks).
 
         With ranks, all call it at the same time; it takes a message if anything is on its way.
 
         Returns:
-            Whether requests have ceased to wait: they can start now.
+            True if requests have ceased to wait: they can start now.
         """
         loads, stores = [*self._loads.values()], [*self._stores]
         given_up, asking = self._given_up, [*self._asking.items()]
@@ -467,18 +467,18 @@ class TierTransfers:
         return any(has_ended)
 
     def _lags(self) -> bool:
-        """Whether a store that is over here still runs on another rank. O(stores)."""
+        """Return True if a store that is over here still runs on another rank. O(stores)."""
         return any(one.is_told for one in self._stores)
 
     def _agreed(self, numbers: Sequence[int]) -> Sequence[int]:
-        """The least of all ranks, of each number. One message, if there are other ranks."""
+        """Return the least of all ranks, of each number. One message, if there are other ranks."""
         if self._ranks is None:
             return numbers
         told = self._ranks.all_gather(array("q", numbers).tobytes())
         return [min(each) for each in zip(*[array("q", one) for one in told], strict=True)]
 
     def _settle_load(self, load: _Waiting, state: int, now_s: float) -> bool:
-        """End a load unless it runs; whether it has ended. O(its blocks)."""
+        """End a load unless it runs; return True if it has ended. O(its blocks)."""
         if state == _RUNNING:
             return False
         del self._loads[load.request]
@@ -489,7 +489,7 @@ class TierTransfers:
         return True
 
     def _end_load(self, load: _Waiting, *, is_wanted: bool) -> bool:
-        """End a load, and publish what it brought if it is wanted and whole; whether it was."""
+        """End a load; publish its blocks and return True if it is wanted and whole."""
         job: LoadJob = load.job
         if not is_wanted:
             job.cancel()
@@ -509,12 +509,12 @@ class TierTransfers:
     # Stores
 
     def begin_step(self) -> None:
-        """A step begins. O(tiers)."""
+        """Note that a step begins. O(tiers)."""
         self._step_marks.append(self.tiers.marks())
         self._began_s = self._host.now_s()
 
     def end_step(self, num_tokens: int) -> None:
-        """A step was sent and committed: store what it has published. O(blocks)."""
+        """Note that a step was sent and committed, and store its new blocks. O(blocks)."""
         now_s = self._host.now_s()
         self.costs.note_step(num_tokens, now_s - self._began_s)
         self.store(now_s)
@@ -541,7 +541,7 @@ class TierTransfers:
             self._queues[1].put(run)
 
     def tend(self) -> None:
-        """Do what is due while no steps run; all ranks call it at the same time.
+        """Do the work that is due while no steps run; all ranks call it at the same time.
 
         O(transfers and their blocks).
         """
@@ -551,7 +551,7 @@ class TierTransfers:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait a moment for a transfer to be over, at most 2 ms; False: none is on its way."""
+        """Wait at most 2 ms for a transfer to end; False: none is under way."""
         news = self._news = self._host.event()
         stores, loads = self._stores, self._loads.values()
         if not (self._asking or any(map(_is_news, stores)) or any(map(_is_news, loads))):
@@ -559,7 +559,7 @@ class TierTransfers:
         return self.is_busy
 
     def close(self) -> None:
-        """Store what is left, for at most 10 s, cancel loads, and close the tiers.
+        """Store the last blocks, for at most 10 s, cancel loads, and close the tiers.
 
         Each rank does so by itself: the pool is not used any more.
         """
@@ -603,7 +603,7 @@ _order = attrgetter("order")
 
 
 def _is_news(one: _Running[Any]) -> bool:
-    """Whether a transfer is over since the last step."""
+    """Return True if a transfer is over since the last step."""
     return one.is_over and not one.is_told
 
 

@@ -5,13 +5,13 @@ nondeterminism in LLM inference"). Sampling is per request already; what depends
 attention kernels that split work by its size, and matrix products, whose libraries sum in another
 order for another number of rows.
 
-Decides: attention runs in its batch-invariant mode with each token as a query of its own, and
+Decides: attention runs in its batch-invariant mode with each token as a separate query, and
 every linear layer computes its rows one by one, as if each token were alone: on a GPU in tiles that
 do not depend on their number (`invariant_kernels.py`), as are means and sums of rows. There both
 are operators, so that a trace has them, and steps are captured as CUDA graphs.
 
 Invariants: a row's bits depend on its token and the tokens before it alone: not on other requests,
-and not on chunked prefill, prefix cache hits, preemption or draft tokens of its own. Products of
+and not on chunked prefill, prefix cache hits, preemption or its draft tokens. Products of
 other kinds that mix rows in one call (grouped experts) are refused.
 
 Does not know: what a step computes, sampling.
@@ -109,14 +109,14 @@ class BatchInvariantNetwork(PagedNetwork):
         self._has_images = not isinstance(model.images, NoImages)
 
     def trace(self) -> None:
-        """As `PagedNetwork.trace`, on a GPU."""
+        """Trace the network on a GPU, row by row."""
         if not self._in_tiles:
             raise UnsupportedModelError("batch_invariant: a CPU computes each row by itself")
         with RowByRow(in_tiles=True):
             super().trace()
 
     def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
-        """As `PagedNetwork._cut`; the compiler adds up rows between products."""
+        """Cut the traced network into pieces; the compiler adds up rows between products."""
         if self._has_images or adapters is not None:
             kind = "images" if self._has_images else "adapters"
             raise UnsupportedModelError(
@@ -127,7 +127,7 @@ class BatchInvariantNetwork(PagedNetwork):
     def _compile(
         self, step: StepTensors, few: StepTensors, adapters: Adapters | None = None
     ) -> Tensor:
-        """As `PagedNetwork._compile`; checks that the pieces are batch-invariant."""
+        """Compile the network, and check that the pieces are batch-invariant."""
         config = import_module("torch._inductor.config")
         with config.patch(deterministic=True):  # kernels are not chosen by their times
             logits = super()._compile(step, few, adapters)
@@ -142,7 +142,7 @@ class BatchInvariantNetwork(PagedNetwork):
         return logits
 
     def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
-        """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
+        """Return the logits of a step; a linear layer takes as many products as it has rows."""
         if not isinstance(self._traced.get(False), PiecewiseNetwork):
             with RowByRow(in_tiles=self._in_tiles):
                 return super().logits(step, backend=backend)
@@ -150,7 +150,7 @@ class BatchInvariantNetwork(PagedNetwork):
 
 
 def _fusible(traced: TracedNetwork) -> TracedNetwork:
-    """The same with PyTorch's sums and means, which a compiler fuses."""
+    """Return the same with PyTorch's sums and means, which a compiler fuses."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(traced.module.graph, {}))
     for node in graph.nodes:
@@ -162,7 +162,7 @@ def _fusible(traced: TracedNetwork) -> TracedNetwork:
 
 
 def _padded(step: StepTensors) -> StepTensors:
-    """A step of one token, and a second token that belongs to no sequence."""
+    """Return a step of one token, and a second token that belongs to no sequence."""
     return replace(
         step,
         input_ids=functional.pad(step.input_ids, (0, 1)),
@@ -186,14 +186,14 @@ class _Alone:
         terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """A sum of the token's query, key and value."""
+        """Return a sum of the token's query, key and value."""
         del chosen
         places = torch.arange(query.shape[1], device=query.device) % key.shape[1]
         width = value.shape[2]
         return query[..., :width] * terms.scale + key[:, places, :width] + value[:, places] + layer
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
-        """The first token."""
+        """Return the first token."""
         del layer, weights, key
         return query.new_zeros((len(query), count), dtype=torch.int32)
 
@@ -219,7 +219,7 @@ def check_rows(traced: TracedNetwork, device: torch.device, vocab_size: int) -> 
 
 
 class BatchInvariantBackend:
-    """A backend whose attention is always asked to be batch-invariant."""
+    """A backend whose attention is always batch-invariant."""
 
     def __init__(self, inner: backends.Backend) -> None:
         self._inner = inner
@@ -229,7 +229,7 @@ class BatchInvariantBackend:
     def warmup(
         self, layers: Sequence[backends.LayerCall], *, max_num_seqs: int, max_query_len: int
     ) -> None:
-        """As `Backend.warmup`, for calls as this backend makes them."""
+        """Compile the kernels for these layers, in the calls that this backend makes."""
         calls = [replace(one, terms=replace(one.terms, batch_invariant=True)) for one in layers]
         most = max(max_num_seqs, min(max_query_len, _AT_ONCE))  # each token is a sequence
         self._inner.warmup(calls, max_num_seqs=most, max_query_len=1)
@@ -246,7 +246,7 @@ class BatchInvariantBackend:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As `Backend.paged_attention`."""
+        """Compute causal attention, each token as a sequence of one."""
         terms = replace(terms, batch_invariant=True)
         out = query.new_empty(*query.shape[:2], cache.v.shape[3]) if out is None else out
         for rows, some in _token_by_token(batch):
@@ -261,7 +261,7 @@ class BatchInvariantBackend:
         chosen: Tensor,
         terms: backends.AttentionTerms,
     ) -> Tensor:
-        """As `SparseBackend.attend_chosen`, which takes each token by itself anyway."""
+        """Compute attention over chosen tokens; the backend takes each token by itself anyway."""
         terms, sparse = replace(terms, batch_invariant=True), cast("Any", self._inner)
         out: Tensor = sparse.attend_chosen(query, cache, batch, chosen, terms)
         return out
@@ -273,7 +273,7 @@ _KEPT = "token by token"
 
 
 def _token_by_token(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
-    """The same rows in calls, each query token a sequence that ends with it. O(tokens * blocks).
+    """Return the rows as calls, each token a sequence that ends with it. O(tokens * blocks).
 
     Once for all layers, where the batch keeps it.
     """
@@ -284,7 +284,7 @@ def _token_by_token(batch: backends.PagedBatch) -> list[tuple[slice, backends.Pa
 
 
 def _calls_of(batch: backends.PagedBatch) -> list[tuple[slice, backends.PagedBatch]]:
-    """Shapes depend on no value, as CUDA graphs need; a surplus token is an empty sequence."""
+    """Return calls with shapes that depend on no value; surplus tokens are empty sequences."""
     if batch.max_query_len == 1:
         return [(slice(None), batch)]
     ends, last = batch.query_start_loc[1:], batch.query_start_loc[-1]
@@ -356,7 +356,7 @@ class RowByRow(TorchFunctionMode):
 
 
 def _by_columns(*args: object) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """What a linear layer would be given; None: these products are of another kind.
+    """Return the operands of the linear layer that these are, or None if they are of another kind.
 
     Args:
         args: [bias,] rows, and a weight whose columns are the outputs.
@@ -378,7 +378,7 @@ def _each_row(
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> Tensor:
-    """A function of each number, called for one row after the other."""
+    """Call a function of each number for one row after the other."""
     flat = rows.reshape(-1, rows.shape[-1])
     found = [func(row, *args, **kwargs) for row in flat]
     return torch.stack(found).reshape(rows.shape) if found else rows  # type: ignore[arg-type]
@@ -392,7 +392,7 @@ def _summed(
     keepdim: bool = False,  # noqa: FBT001, FBT002 - as PyTorch has it
     **kwargs: object,
 ) -> object:
-    """A sum or mean on a GPU, whose order PyTorch chooses by the number of rows."""
+    """Compute a sum or mean on a GPU, whose order PyTorch chooses by the number of rows."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else [*dim]
     if (
         dims not in ([-1], [rows.ndim - 1])

@@ -48,8 +48,8 @@ class Bucket(NamedTuple):
         tokens: the most tokens.
         rows: the most sequences, and the most rows of logits.
         longest: the most query tokens of a sequence.
-        shares: whether sequences may share a prefix, which is then read once.
-        adapted: whether sequences may have LoRA adapters.
+        shares: True if sequences may share a prefix, which is then read once.
+        adapted: True if sequences may have LoRA adapters.
     """
 
     tokens: int
@@ -91,7 +91,7 @@ class Buckets:
         )
 
     def smallest(self, tokens: int, rows: int, longest: int) -> Bucket | None:
-        """The smallest bucket that a step fits into; None: there is none. O(log buckets).
+        """Return the smallest bucket that a step fits into; None: there is none. O(log buckets).
 
         Args:
             tokens: of the step.
@@ -116,7 +116,7 @@ class Passed(NamedTuple):
     Attributes:
         logits: [num_rows, vocab_size].
         most_likely: `logits.max(dim=-1)`; None: not computed.
-        place: the buffer of the logits; None: they have memory of their own.
+        place: the buffer of the logits; None: they get new memory.
     """
 
     logits: Tensor
@@ -201,7 +201,7 @@ class CudaGraphs:
         return len(self._graphs)
 
     def _sharing(self) -> list[Bucket]:
-        """Buckets of one token per sequence in which reading a shared prefix once can pay."""
+        """Return buckets of one token a sequence in which reading a shared prefix once can pay."""
         pairs = [
             (worth, length)
             for worth, length in zip(self._worth, self._max_seq_lens, strict=True)
@@ -214,7 +214,7 @@ class CudaGraphs:
         ]
 
     def bucket_of(self, step: StepTensors) -> Bucket | None:
-        """The bucket that a step is replayed in; None: it is too large. O(log buckets)."""
+        """Return the bucket that a step is replayed in; None: it is too large. O(log buckets)."""
         batch = step.paged[0]
         rows = max(batch.num_seqs, len(step.logit_rows))
         bucket = self.buckets.smallest(batch.num_tokens, rows, batch.max_query_len)
@@ -271,7 +271,7 @@ class CudaGraphs:
                 strict=True,
             )
         )
-        positions = inputs.position_ids[:size][None]  # strided as a tensor of its own
+        positions = inputs.position_ids[:size][None]  # with the strides of a whole tensor
         starts = None if longest == 1 else inputs.query_start_loc[: rows + 1]
         states = None if self._states is None else self._states.of(rows, starts)
         slots = inputs.adapter_slots[:size] if adapted else None
@@ -285,7 +285,7 @@ class CudaGraphs:
     def _kept(
         self, logits: Tensor, best: Tensor, tokens: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The same in buffers that all buckets of several tokens per sequence share."""
+        """Copy the results into buffers that all buckets of several tokens per sequence share."""
         if len(self._logits) < len(logits):  # in the first run, which is the largest
             self._logits, self._best = torch.empty_like(logits), torch.empty_like(best)
             self._likely = torch.empty_like(tokens)
@@ -305,7 +305,7 @@ def _place(bucket: Bucket) -> Place:
 def _passed(
     rows: int, logits: Tensor, most_likely: tuple[Tensor, Tensor], bucket: Bucket
 ) -> Passed:
-    """The results of the rows that the step really has."""
+    """Return the results of the rows that the step really has."""
     best, tokens = most_likely
     return Passed(logits[:rows], (best[:rows], tokens[:rows]), _place(bucket))
 
@@ -408,7 +408,7 @@ class _StateInputs:
         self._words.copy_(sent, non_blocking=True)
 
     def of(self, rows: int, query_start_loc: Tensor | None) -> StateRows:
-        """A step of the first rows; without their starts each has one token."""
+        """Return a step of the first rows; without their starts each has one token."""
         read, write = self._words[:-1, :rows].split(self._pieces)  # type: ignore[no-untyped-call]
         if query_start_loc is None:
             return StateRows(read, write)
@@ -416,14 +416,14 @@ class _StateInputs:
 
 
 def _bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Rows of steps with one token per sequence, closest where a row costs most. O(sizes)."""
+    """Return the rows of steps with one token a sequence, closest where a row costs most."""
     last = max(2, max_num_seqs)
     sizes = [size for size in (*_FEW, *range(_FEW[-1] + _STEP, last, _STEP)) if size < last]
     return (*sizes, last)
 
 
 def _token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Tokens of all other steps: doubled while they cost little, then in steps of 1/2 and 1/3.
+    """Return the tokens of other steps: doubled while they cost little, then by 1/2 and 1/3.
 
     O(log max_tokens).
     """

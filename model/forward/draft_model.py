@@ -135,11 +135,14 @@ class DraftModel:
         self._kv.enable_caching = enable_caching
 
     def discard(self, request: Request) -> None:
-        """See `Drafter`. O(blocks of its follower)."""
+        """Forget a request that has ended. O(blocks of its follower)."""
         self._leave(self._followers.pop(request.request_id, None))
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int]]:
-        """See `Drafter`. At most as many passes as one request wants draft tokens."""
+        """Return draft tokens for each request, up to its number.
+
+        At most as many passes as one request wants draft tokens.
+        """
         for follower in list(self._followers.values()):
             if follower is not None and follower.request.sequence is None:
                 self.discard(follower.request)
@@ -157,13 +160,13 @@ class DraftModel:
         return [drafts.get(request.request_id, ()) for request, _ in wanted]
 
     def _reachable(self, request: Request, most: int) -> int:
-        """The most drafts that there are positions for: all but the last one are computed."""
+        """Return the most drafts that have positions: all but the last one are computed."""
         if self._max_positions is None:
             return most
         return max(0, min(most, self._max_positions - request.num_tokens + 1))
 
     def _following(self, request: Request) -> _Follower | None:
-        """The follower of a request, with the same tokens; None: no drafts now."""
+        """Return the follower of a request, with the same tokens; None: no drafts now."""
         number = request.request_id
         if number in self._followers:
             follower = self._followers[number]
@@ -186,7 +189,7 @@ class DraftModel:
         return follower
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
-        """Whether another follower is about to compute the next block that this one could hit."""
+        """Return True if another follower will compute the next block that this one could hit."""
         end = num_cached_tokens + self._kv.block_size
         if not self._kv.enable_caching or end >= request.num_tokens:
             return False
@@ -221,7 +224,7 @@ class DraftModel:
     def _plan(
         self, followers: Sequence[_Follower], most_of: dict[int, int]
     ) -> tuple[list[Chunk], list[_Follower]]:
-        """The first pass, and the followers that can guess after it; reserves for all passes."""
+        """Plan the first pass, and reserve for all; return it and the followers that can guess."""
         budget = self._config.max_num_batched_tokens
         chunks: list[Chunk] = []
         ready: list[_Follower] = []
@@ -245,7 +248,7 @@ class DraftModel:
         return chunks, ready
 
     def _run(self, chunks: Sequence[Chunk], asking: Sequence[tuple[Request, int]]) -> list[Flight]:
-        """Compute the plan, then the drawn tokens, for as many passes as are asked for."""
+        """Compute the plan, then the drawn tokens: a pass for each draft token that is wanted."""
         sampling = tuple([own for own, _ in asking])
         flights = [self._passes.send(Step(tuple(chunks)), sampling, None, self._watch)]
         sequences = [chunk.request.running_sequence for chunk in chunks]

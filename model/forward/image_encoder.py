@@ -58,8 +58,8 @@ class EncodedImage:
         deeper: the same for each further layer that adds them.
         layers: the number of each such layer, None where the class does not say it; None: the class
             knows no such layers.
-        kind: makes the object in which the network's class expects them.
-        is_tensor: whether it expects one tensor there, and not one for each image.
+        kind: the class of the object in which the network's class expects them.
+        is_tensor: True if it expects one tensor there, and not one for each image.
     """
 
     rows: Tensor
@@ -70,7 +70,7 @@ class EncodedImage:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes. O(layers)."""
+        """The size of its tensors. O(layers)."""
         return sum([each.nbytes for each in (self.rows, *self.deeper)])
 
 
@@ -78,14 +78,14 @@ class ImageEncoder:
     """The vision tower of a network and its outputs.
 
     Args:
-        network: whose attention is the paged one.
+        network: the network, with paged attention.
         codec: knows the attention of its tower.
         max_bytes: of the outputs that are kept.
         windows: of each KV cache group.
         ranks: the processes that share the network, each with the whole tower; None: it is whole.
 
     Attributes:
-        num_runs: how often a tower has run.
+        num_runs: the number of runs of a tower.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ImageEncoder:
         return failed
 
     def prepared(self, chunks: Sequence[Chunk], tensors: StepTensors) -> StepTensors:
-        """A step with the images of its chunks, whose outputs are at hand. O(num_chunks + rows).
+        """Return a step with the images of its chunks, already encoded. O(num_chunks + rows).
 
         Args:
             chunks: in the order of the step's tokens.
@@ -163,7 +163,7 @@ class ImageEncoder:
         return replace(tensors, position_ids=position_ids, images=arguments, ahead=ahead)
 
     def _encoded(self, span: "_Span") -> EncodedImage:
-        """The tower's output for an image, kept or new."""
+        """Return the tower's output for an image, kept or new."""
         if (known := self._kept.get(span.content)) is not None:
             self._kept.move_to_end(span.content)
             return known
@@ -205,7 +205,7 @@ class ImageEncoder:
     def _arguments(
         self, encoded: EncodedImage, places: Tensor, input_ids: Tensor
     ) -> dict[str, object]:
-        """The rows of a step's images as an argument of its pass. O(num_tokens * hidden_size).
+        """Return the rows of a step's images as an argument. O(num_tokens * hidden_size).
 
         A placeholder token that belongs to no image keeps its own embedding, as it has in a step
         without images.
@@ -240,7 +240,7 @@ class _Span(NamedTuple):
 
     Attributes:
         content: digest of the image.
-        inputs: what its tower takes.
+        inputs: the arguments of its tower.
         num_rows: of the whole image.
         first: the first of its rows.
         last: one past the last.
@@ -256,7 +256,7 @@ class _Span(NamedTuple):
 
 
 def _spans(chunk: Chunk, begin: int) -> Iterator[_Span]:
-    """The images of a chunk, whose first token is token `begin` of the step. O(rows)."""
+    """Yield the images of a chunk, whose first token is token `begin` of the step. O(rows)."""
     images = chunk.request.images
     if not isinstance(images, ImagePrompt) or chunk.start >= chunk.request.num_prompt_tokens:
         return
@@ -269,7 +269,7 @@ def _spans(chunk: Chunk, begin: int) -> Iterator[_Span]:
 
 
 def _runs(span: _Span, sequence: int, begin: int, start: int) -> Iterator[AheadRun]:
-    """The runs of consecutive tokens of an image in a chunk. O(rows)."""
+    """Yield the runs of consecutive tokens of an image in a chunk. O(rows)."""
     places = span.places.numpy()
     for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
         first = int(run[0])
@@ -277,7 +277,7 @@ def _runs(span: _Span, sequence: int, begin: int, start: int) -> Iterator[AheadR
 
 
 def _positioned(position_ids: Tensor, begin: int, chunk: Chunk, images: ImagePrompt) -> Tensor:
-    """The position ids of a step with those of a chunk, in place while one axis is enough."""
+    """Return a step's position ids with those of a chunk, in place while one axis is enough."""
     position_ids[..., begin : begin + chunk.num_tokens] += images.delta
     if images.positions is None or chunk.start >= images.positions.shape[1]:
         return position_ids
@@ -290,19 +290,19 @@ def _positioned(position_ids: Tensor, begin: int, chunk: Chunk, images: ImagePro
 
 
 def _none(input_ids: Tensor) -> dict[str, object]:
-    """The arguments of a pass in which only position ids have several axes."""
+    """Return the arguments of a pass in which only position ids have several axes."""
     del input_ids
     return {}
 
 
 def _cut(encoded: EncodedImage, first: int, last: int) -> EncodedImage:
-    """Some rows of an image. O(1)."""
+    """Return some rows of an image. O(1)."""
     deeper = tuple(rows[first:last] for rows in encoded.deeper)
     return replace(encoded, rows=encoded.rows[first:last], deeper=deeper)
 
 
 def _merged(parts: Sequence[EncodedImage]) -> EncodedImage:
-    """Rows of several images, one after another. O(their bytes)."""
+    """Return rows of several images, one after another. O(their bytes)."""
     rows, *deeper = (
         torch.cat(each) for each in zip(*[(part.rows, *part.deeper) for part in parts], strict=True)
     )

@@ -39,7 +39,7 @@ _LONGEST = 1024
 
 
 class Tile(NamedTuple):
-    """What a program of `multiply` has of a weight."""
+    """The part of a weight that a program of `multiply` has."""
 
     columns: int
     step: int
@@ -47,14 +47,14 @@ class Tile(NamedTuple):
 
 
 def tile_of(count: int, itemsize: int) -> Tile:
-    """The tile for a weight of `count` rows. O(1)."""
+    """Return the tile for a weight of `count` rows. O(1)."""
     columns = next((width for width in _WIDTHS if count // width >= _PROGRAMS), _WIDTHS[-1])
     step_bytes = 256 if columns <= 32 and itemsize == 2 else 128
     return Tile(columns, step_bytes // itemsize)
 
 
 def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
-    """A kernel, compiled once for all numbers of rows."""
+    """Return a kernel, compiled once for all numbers of rows."""
     return triton.jit(function, do_not_specialize=["num_rows"])
 
 
@@ -81,7 +81,7 @@ def _multiply(
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`functional.linear`: [..., width] with a weight [count, width]; one launch."""
+    """Compute `functional.linear`: [..., width] with a weight [count, width]; one launch."""
     width, count = x.shape[-1], weight.shape[0]
     rows = x.reshape(-1, width).contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -111,7 +111,7 @@ def _add_up(
 
 
 def add_up(x: Tensor, is_mean: bool) -> Tensor:  # noqa: FBT001  # an argument of an operator
-    """The float32 sums or means of the last dimension: [..., width] gives [...]; one launch."""
+    """Return float32 sums or means of the last dimension: [..., width] to [...]; one launch."""
     width = x.shape[-1]
     rows = x.reshape(-1, width).contiguous()
     out = torch.empty(len(rows), dtype=torch.float32, device=x.device)

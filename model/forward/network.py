@@ -62,7 +62,7 @@ class _Noting:
         terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Note the call; zeros."""
+        """Note the call; return zeros."""
         del key
         self.calls[layer] = (query.shape[1], query.dtype, terms)
         if chosen is not None:
@@ -70,18 +70,18 @@ class _Noting:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
     def choose(self, layer: int, query: Tensor, weights: Tensor, key: Tensor, count: int) -> Tensor:
-        """Note the call; zeros."""
+        """Note the call; return zeros."""
         del weights
         self.indexes[layer] = query.shape[1]
         return key.new_zeros((len(key), count), dtype=torch.int32)
 
     def complete(self, layer: int, parts: Tensor, rate: int, *, is_index: bool) -> Completed:
-        """Nothing is complete."""
+        """Return that no entry is complete."""
         del layer, is_index
         return none_complete(parts, rate)
 
     def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """Nothing is complete."""
+        """Do nothing: no entry is complete."""
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
         """Note the call."""
@@ -148,7 +148,7 @@ class PagedNetwork:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of a step have to be. O(1)."""
+        """The device of a step's tensors. O(1)."""
         return self._backend.device
 
     @property
@@ -259,7 +259,7 @@ class PagedNetwork:
 
         Args:
             step: run once, to compile; several tokens, and a different number of rows.
-            few: the same with 4 tokens, if such steps have pieces of their own.
+            few: the same with 4 tokens, if such steps have separate pieces.
 
         Returns:
             The logits of `step`.
@@ -304,7 +304,7 @@ class PagedNetwork:
         return logits
 
     def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
-        """A traced network in pieces, to be compiled by their first steps."""
+        """Return a traced network in pieces, to be compiled by their first steps."""
         if adapters is not None:
             return compile_piecewise(traced, behind=adapters.downs)
         return compile_piecewise(traced, kernels=kernels_for(self.device, self._network.dtype))
@@ -334,7 +334,7 @@ class PagedNetwork:
         warm_up()
 
     def layer_calls(self) -> tuple[backends.LayerCall, ...]:
-        """How the layers call the backend, each kind once. One forward pass of a few tokens.
+        """Return the calls of the layers to the backend, each kind once. One pass of a few tokens.
 
         Operations on states are compiled in it; they read and write no block.
         """
@@ -387,7 +387,7 @@ class PagedNetwork:
         return tuple(calls.values())
 
     def shared_worth(self) -> tuple[Worth | None, ...]:
-        """For each group when reading a shared prefix once pays; None: never. O(num_layers).
+        """Return for each group when reading a shared prefix once pays; None: never. O(layers).
 
         It never does for layers that do not see all tokens.
         """
@@ -479,7 +479,7 @@ class PagedNetwork:
                 )
 
     def _states_of(self, step: StepTensors) -> RecurrentPass | None:
-        """The states that a step reads and writes; None: the network has none."""
+        """Return the states that a step reads and writes; None: the network has none."""
         if not self.layout.states:
             return None
         states = step.states
@@ -490,7 +490,7 @@ class PagedNetwork:
         return self._recurrence.passing(self.caches.states, states)
 
     def _named(self, states: RecurrentPass | None) -> dict[str, RecurrentPass]:
-        """The states as an argument of the network."""
+        """Return the states as an argument of the network."""
         return {} if states is None else {self._cache_argument: states}
 
 

@@ -46,7 +46,7 @@ def quantise(network: PagedNetwork, *, block_size: int, vocab_size: int) -> None
 def _largest(
     network: PagedNetwork, block_size: int, vocab_size: int
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """For each layer the largest numbers that it stores per KV head: keys and values."""
+    """Return for each layer the largest numbers that it stores per KV head: keys and values."""
     groups = network.layout.groups(block_size)
     count = _NUM_TOKENS
     kv = kvcore.KVCacheManager(

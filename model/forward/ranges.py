@@ -1,4 +1,4 @@
-"""When the device itself works on a pass, from torch.profiler. User: `--trace` on a GPU.
+"""The times at which the device works on passes, from torch.profiler. User: `--trace` on a GPU.
 
 On a GPU a pass returns before it is done, so the host's clock shows only its launch. Named ranges
 (`record_function`) around the launches come back from the profiler with the times at which the
@@ -51,7 +51,7 @@ class DeviceRanges:
         return record_function(f"{_PREFIX}{number}") if self._is_running else nullcontext()
 
     def spans(self) -> dict[int, tuple[int, int]]:
-        """The start and end of each range by its number, in nanoseconds; ends the recording.
+        """Return the start and end of each range by its number, in nanoseconds; ends the recording.
 
         Ranges that launched nothing are left out. O(operations).
         """

@@ -43,7 +43,7 @@ _PART = 256  # blocks that are changed at once, which needs a copy of them
 
 @dataclass(frozen=True)
 class _Owners:
-    """Which sequences of a batch may read which block.
+    """The sequences of a batch that may read each block.
 
     Attributes:
         rows: for each sequence its first query row, and the end of its rows.
@@ -69,7 +69,7 @@ class _Owners:
         return cls(rows, owners)
 
     def kept(self) -> list[int]:
-        """Sets of sequences whose blocks stay intact, one set per run of attention.
+        """Return sets of sequences whose blocks stay intact, one set per run of attention.
 
         For each sequence, and each block that it may not read, one set contains the sequence and no
         owner of the block. For a block with one owner: the numbers of the two differ in a bit. For
@@ -95,7 +95,7 @@ class _Owners:
         return found
 
     def readable(self, kept: int) -> list[int]:
-        """The blocks that one of these sequences may read. O(blocks)."""
+        """Return the blocks that one of these sequences may read. O(blocks)."""
         return [block_id for block_id, owners in self.of.items() if owners & kept]
 
 
@@ -334,12 +334,12 @@ class SanitizedBackend:
         self.shadow.fail_kernel(f"{reader} has read block {block_id} of {whose}")
 
     def _reader(self, cache: backends.KVCache, number: int, owners: _Owners) -> str:
-        """The layer and the request of a call of attention."""
+        """Return the layer and the request of a call of attention."""
         layer = f" of layer {self._places[id(cache)][0]}" if id(cache) in self._places else ""
         return f"paged_attention{layer}: {self._name(cache, number, owners)}"
 
     def _name(self, cache: backends.KVCache, number: int, owners: _Owners) -> str:
-        """The request of a sequence of the batch, with the name that kvcore gives the sequence."""
+        """Return the request of a batch's sequence, with the name that kvcore gives that."""
         group = self._places.get(id(cache), (0, 0))[1]
         pieces = self._pieces[group] if self._pieces else []
         if len(pieces) != len(owners.rows):  # `begin_step` was not called
@@ -352,7 +352,7 @@ class SanitizedBackend:
 def _owners(
     batch: backends.PagedBatch, cache: backends.KVCache, terms: backends.AttentionTerms
 ) -> _Owners:
-    """The owners of a batch; computed once for all layers of a step if the batch can keep them."""
+    """Return the owners of a batch; computed once for all layers if the batch keeps them."""
     kept = {} if batch.kept is None else batch.kept
     found = kept.get("sanitized")
     if not isinstance(found, _Owners):
@@ -362,7 +362,7 @@ def _owners(
 
 
 def _pieces(step: Step, size: int | None) -> list[tuple[Chunk, int]]:
-    """The chunk of each sequence of a batch, and the position at which its table starts."""
+    """Return the chunk of each sequence of a batch, and the position at which its table starts."""
     if size is None:
         return [(chunk, 0) for chunk in step.chunks]
     return [
@@ -399,7 +399,7 @@ def _scrambled(cache: backends.KVCache, blocks: list[int] | None) -> Iterator[No
 
 
 def _marks(cache: Tensor) -> Tensor:
-    """The bits of one element of every slot, copied: [num_slots]."""
+    """Return the bits of one element of every slot, copied: [num_slots]."""
     return cache[:, :, -1, -1].reshape(-1).clone().view(_BITS[cache.element_size()])
 
 

@@ -5,9 +5,9 @@ Decides: which tensors a step is built in, and whether its pass is replayed from
 Invariants: all work of a step runs on one stream, in order: stores, loads, the forward pass, the
 draws; a step may be sent before the tokens of the previous one are read, because they are read on
 the device. A buffer is never written while a copy from it may be running: two steps in flight have
-buffers of their own.
+different buffers.
 
-Does not know: how requests are scheduled, what becomes of a token.
+Does not know: how requests are scheduled, what a token is used for.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _num_scored = operator.attrgetter("num_scored")
 def _places(
     sampling: Sequence[Request], drafted: Sequence[tuple[Request, tuple[int, ...]]]
 ) -> list[int]:
-    """For each row the number of drafts of its request before it."""
+    """Return for each row the number of drafts of its request before it."""
     behind = [place for _, drafts in drafted for place in range(1, len(drafts) + 1)]
     return [0] * len(sampling) + behind
 
@@ -50,9 +50,9 @@ class StepRunner:
         mover: moves blocks.
         sampler: draws the tokens.
         max_sampled: the most rows of a step whose successor is sent before its tokens are read.
-        is_async: whether steps are sent before the tokens of the previous one are read.
+        is_async: True if steps are sent before the tokens of the previous one are read.
         sanitizer: the backend, if it checks each step.
-        drawn: a shared buffer for drawn tokens; None: a buffer of its own.
+        drawn: a shared buffer for drawn tokens; None: a new buffer.
         images: the network's vision tower; None: it takes no images.
 
     Attributes:
@@ -100,7 +100,7 @@ class StepRunner:
         self._sampler.use(draws)
 
     def can_defer_read(self, sampling: Sequence[Request]) -> bool:
-        """Whether the next step may be sent before these requests get their tokens. O(1)."""
+        """Return True if the next step may be sent before these requests get their tokens. O(1)."""
         return self.is_async and len(sampling) <= len(self._drawn)
 
     def copy(self, orders: Sequence[CopyOrder]) -> None:

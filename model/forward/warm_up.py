@@ -56,7 +56,7 @@ _MIN_CAPTURED_TOKENS, _MAX_CAPTURED_TOKENS = 256, 8192
 
 
 def compiles(config: EngineConfig, device: torch.device) -> bool:
-    """Whether networks on a device are compiled, if they can be traced. O(1)."""
+    """Return True if networks on a device are compiled, if they can be traced. O(1)."""
     return _may_trace(config) and device.type == "cuda" and config.compile
 
 
@@ -65,7 +65,7 @@ def _may_trace(config: EngineConfig) -> bool:
 
 
 def is_small(num_parameters: int) -> bool:
-    """Whether a CPU spends more time in Python than in the network's arithmetic. O(1)."""
+    """Return True if a CPU spends more time in Python than in the network's arithmetic. O(1)."""
     return num_parameters <= _SMALL_PARAMETERS
 
 
@@ -83,7 +83,7 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
         is_on_gpu or (config.compile and is_small(network.num_parameters))
     )
     is_compiled = compiles(config, network.device)
-    # A new thread starts on the first GPU, so it is told which one this thread uses.
+    # A new thread starts on the first GPU, so it is set to the one that this thread uses.
     same_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if is_on_gpu else None
     with (
         closing(compile_processes()),
@@ -94,7 +94,7 @@ def compile_network(network: PagedNetwork, config: EngineConfig) -> str:
             threads.submit(network.warm_up_draws),
         )
         if is_compiled:
-            threads.submit(start_compiler)  # mostly in processes of its own
+            threads.submit(start_compiler)  # mostly in other processes
         with part_of_start("trace"):
             mode = _trace(network) if is_traced else "eager"
         if is_compiled and mode == "traced":
@@ -115,9 +115,9 @@ def _warm_up(
 
 
 def compiled_tokens(max_num_batched_tokens: int) -> int:
-    """The tokens of the step that compiles the pieces; they then serve any number. O(1).
+    """Return the tokens of the step that compiles the pieces; they then serve any number. O(1).
 
-    More than `FEW_ROWS`, whose steps have pieces of their own: otherwise the pieces for all other
+    More than `FEW_ROWS`, whose steps have separate pieces: otherwise the pieces for all other
     steps would be compiled by the first request.
     """
     return max(max(FEW_ROWS) + 1, min(max_num_batched_tokens, _COMPILED_TOKENS))
@@ -148,7 +148,7 @@ def _compile(network: PagedNetwork, config: EngineConfig) -> str:
 
 
 def free_bytes(networks: Sequence[PagedNetwork], config: EngineConfig) -> int | None:
-    """Memory for caches on the networks' device; None if unknown.
+    """Return the memory for caches on the networks' device; None if unknown.
 
     On a GPU this compiles all networks and runs the largest step of each, unless the size of the
     cache is given: then it is the memory that is free now.
@@ -185,7 +185,7 @@ def free_bytes(networks: Sequence[PagedNetwork], config: EngineConfig) -> int | 
 
 
 def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
-    """The most memory that a step allocates in addition to what is allocated now."""
+    """Return the most memory that a step allocates in addition to what is allocated now."""
     device = network.device
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -200,7 +200,7 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """How a network runs from now on.
+    """The way in which a network runs from now on.
 
     Attributes:
         how: in words.
@@ -219,7 +219,7 @@ def prepare_network(
     Args:
         network: its caches are allocated.
         config: of the engine.
-        drawn: where the tokens of the previous step are.
+        drawn: the tokens of the previous step.
         max_model_len: the most tokens of a request; None: as many as fit into the cache.
 
     Raises:
@@ -259,7 +259,7 @@ def prepare_network(
 
 
 def captured_tokens(num_parameters: int, num_layers: int, config: EngineConfig) -> int:
-    """The most tokens of a captured step: beyond them launching takes less time than computing.
+    """Return the most tokens of a captured step: a larger one computes longer than it launches.
 
     O(1). Launching takes a time per layer, computing a time per weight and token.
     """

@@ -1,4 +1,4 @@
-"""Which architectures can run with a paged cache.
+"""The architectures that can run with a paged cache.
 
 Layers have to attend to all tokens, a window or a chunk, or to keep a state in the cache that
 Transformers passes on (`recurrence.py`).
@@ -57,7 +57,7 @@ _KINDS = (  # a part of the name of a layer's type or class, and what it is
 def auto_class(
     config: PreTrainedConfig,
 ) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """Transformers' auto class that makes the network of a configuration. O(1).
+    """Return Transformers' auto class that makes the network of a configuration. O(1).
 
     A class that reads images beside text counts as a decoder of text: where there are both, the
     configuration's `architectures` decides, and else the one for text alone is taken.
@@ -82,7 +82,7 @@ def _mapped(mapping: Mapping[Any, Any], config: PreTrainedConfig) -> type[PreTra
 
 
 def _network_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that `auto_class` makes; None: Transformers has none."""
+    """Return the class that `auto_class` makes; None: Transformers has none."""
     return _mapped(auto_class(config)._model_mapping, config)  # noqa: SLF001
 
 
@@ -127,7 +127,10 @@ def check_architecture(
 
 
 def _has_states(config: PreTrainedConfig) -> bool:
-    """Whether a network keeps states that a cache of ours can give it. One pass, no weights."""
+    """Return True if a network has recurrent states that a cache here can hold.
+
+    One pass, no weights.
+    """
     try:
         network = _network_without_weights(config)
     except Exception:  # noqa: BLE001  # a class of Transformers may raise any error
@@ -173,7 +176,7 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
     types: dict[str, list[int]] = {}
     for number, kind in enumerate(kinds):
         types.setdefault(kind, []).append(number)
-    # The prefix that all classes of an architecture share tells least.
+    # The prefix that all classes of an architecture share says least.
     prefix = re.sub(r"(For\w+|LMHeadModel|ModelWithLMHead)$", "", own_name)
     for found in (
         [(name, places) for name, places in names.items() if _kind(name.removeprefix(prefix))],
@@ -196,7 +199,7 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
 
 
 def _own_code(config: PreTrainedConfig) -> str:
-    """What attention by code of its own does to queries, by the names in its file."""
+    """Return the words to add to "code of their own" if its file names rotary embeddings, or ""."""
     network_type = _network_class(config)
     module = None if network_type is None else sys.modules.get(network_type.__module__)
     is_rotary = module is not None and "rotary" in " ".join(vars(module)).lower()
@@ -210,7 +213,7 @@ def _kind(name: str) -> str:
 
 
 def _listed(found: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Names with their layers, similar ones once: `layers 0-3 are MambaMixer (a state space)`."""
+    """Return names with layers, similar ones once: `layers 0-3 are MambaMixer (a state space)`."""
     by_kind: dict[str, tuple[str, set[int]]] = {}
     for name, places in found:
         first, known = by_kind.setdefault(_kind(name), (name, set()))
@@ -223,7 +226,7 @@ def _listed(found: Iterable[tuple[str, Sequence[int]]]) -> str:
 
 
 def _numbers(places: Sequence[int]) -> str:
-    """Layers by number: `layer 3`, `layers 0-4`, `layers 0, 2, 4 and 12 more`."""
+    """Return layers by number: `layer 3`, `layers 0-4`, `layers 0, 2, 4 and 12 more`."""
     numbers = sorted(set(places))
     if len(numbers) == 1:
         return f"layer {numbers[0]}"
@@ -236,7 +239,7 @@ def _numbers(places: Sequence[int]) -> str:
 def _network_without_weights(
     config: PreTrainedConfig, attention: str | None = IMPLEMENTATION
 ) -> PreTrainedModel:
-    """The network of a configuration on PyTorch's meta device: tensors with shapes and no content.
+    """Return a configuration's network on PyTorch's meta device: tensors without content.
 
     Args:
         config: of the network.
@@ -295,7 +298,7 @@ def _probe_without_weights(network: PreTrainedModel) -> None:
 
 
 def _own_failure(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:
-    """The error for a configuration that a class of Transformers cannot run."""
+    """Return the error for a configuration that a class of Transformers cannot run."""
     name = (config.architectures or [type(config).__name__])[0]
     return UnsupportedModelError(
         f"{name}: Transformers' own class fails on this configuration: {_line(error)}"

@@ -68,7 +68,7 @@ class StoredTensor:
 
 
 def reason(error: BaseException) -> str:
-    """The message of another package's exception, in one line. O(its message)."""
+    """Return the message of another package's exception, in one line. O(its message)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, UnpicklingError):
         return "pickled weights that are broken, or hold more than tensors"
@@ -270,7 +270,7 @@ def _check_merges(path: Path, content: dict[str, object]) -> None:
 
 
 def check_token_ids(where: str, ids: object) -> frozenset[int]:
-    """The token ids in a field of a JSON file: one, a list, or null. O(ids).
+    """Return the token ids in a field of a JSON file: one, a list, or null. O(ids).
 
     Raises:
         ModelNotFoundError: the field holds something else.
@@ -284,7 +284,7 @@ def check_token_ids(where: str, ids: object) -> frozenset[int]:
 
 
 def _weight_files(folder: Path) -> Iterable[str]:
-    """The names of the safetensors files that Transformers would read; it looks in this order."""
+    """Return the names of the safetensors files that Transformers would read, in its order."""
     if (folder / _WHOLE).is_file():
         return [_WHOLE]
     index = folder / _INDEX
@@ -332,7 +332,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _is_mask(name: str, tensor: StoredTensor | None) -> bool:
-    """Whether a tensor is the causal mask, or its value, that attention once kept as a buffer."""
+    """Return True if a tensor is a buffer of attention: the causal mask, or its fill value."""
     if tensor is None or not name.endswith(("attn.bias", "attention.bias", ".masked_bias")):
         return False
     *ones, rows, columns = (1, 1, *tensor.shape)

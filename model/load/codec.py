@@ -29,7 +29,7 @@ class TextCodec(Protocol):
 
     @property
     def response_template(self) -> Mapping[str, object] | None:
-        """How the model writes reasoning and tool calls, as Transformers reads it; None: unknown.
+        """The format of the model's reasoning and tool calls; None: unknown.
 
         https://huggingface.co/docs/transformers/chat_response_parsing
         """
@@ -41,7 +41,7 @@ class TextCodec(Protocol):
         ...
 
     def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
-        """Tokens of a prompt, including those that the model wants at its start unless said."""
+        """Return a prompt's tokens, the special ones at its start included unless switched off."""
         ...
 
     def encode_chat(
@@ -51,12 +51,12 @@ class TextCodec(Protocol):
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation, in the format that the model was trained on.
+        """Return a conversation's tokens, in the format that the model was trained on.
 
         Args:
             messages: each with a `role` and a `content`.
-            opens_answer: whether the tokens end where the assistant's answer starts.
-            options: what else Transformers' `apply_chat_template` takes, such as `tools`, and
+            opens_answer: True if the tokens end where the assistant's answer starts.
+            options: other arguments of Transformers' `apply_chat_template`, such as `tools`, and
                 further variables of the template.
         """
         ...
@@ -69,7 +69,7 @@ class TextCodec(Protocol):
         options: Mapping[str, object] | None = None,
         image_mark: str = "",
     ) -> tuple[str, bool]:
-        """The text of a conversation, and whether it still wants special tokens at its start.
+        """Return the text of a conversation, and True if it needs special tokens at its start.
 
         Args:
             messages: as for `encode_chat`; a content may be a list of parts, each of `type` "text",
@@ -81,23 +81,23 @@ class TextCodec(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
         ...
 
     def describe(self) -> str | None:
-        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: unsupported.
+        """Return the tokenizer as `tokenizers` writes it, with tokens' bytes; None: unsupported.
 
         O(tokens).
         """
         ...
 
     def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
-        """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
+        """Return a decoder of one text piece by piece, faster than `decode`; None: unsupported."""
         ...
 
 
 def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: str = "") -> str:
-    """A conversation for a model without a chat template: one line per message.
+    """Return a conversation for a model without a chat template: one line per message.
 
     `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
     """
@@ -130,7 +130,7 @@ NO_PANIC = _NoPanic()
 
 
 def _role(message: Message, template: object) -> dict[str, object]:
-    """The role of a message, where it is another one: few templates know developers."""
+    """Return the role of a message, where it is another one: few templates know developers."""
     is_unknown = message["role"] == "developer" and "developer" not in str(template)
     return {"role": "system"} if is_unknown else {}
 
@@ -159,7 +159,7 @@ class HuggingFaceCodec:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """What does the work. O(1)."""
+        """The tokenizer of Transformers. O(1)."""
         return self._tokenizer
 
     def encode_chat(
@@ -169,7 +169,7 @@ class HuggingFaceCodec:
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """As `TextCodec`."""
+        """Return a conversation's tokens, in the format that the model was trained on."""
         text, adds = self.render_chat(messages, opens_answer=opens_answer, options=options)
         return self.encode(text, adds_special_tokens=adds)
 
@@ -181,7 +181,7 @@ class HuggingFaceCodec:
         options: Mapping[str, object] | None = None,
         image_mark: str = "",
     ) -> tuple[str, bool]:
-        """As `TextCodec`."""
+        """Return the text of a conversation, and True if it needs special tokens at its start."""
         options = options or {}
         template = options.get("chat_template", self._tokenizer.chat_template)
         if template is None:
@@ -205,7 +205,7 @@ class HuggingFaceCodec:
         return str(text), False
 
     def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
-        """As `TextCodec`."""
+        """Return a prompt's tokens, the special ones at its start included unless switched off."""
         if self._max_characters is not None and len(text) > self._max_characters:
             raise InvalidArgumentError(
                 f"prompt: wanted at most {self._max_characters:,} characters, the model's "
@@ -224,7 +224,7 @@ class HuggingFaceCodec:
             ) from error
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """As `TextCodec`."""
+        """Return the text of tokens."""
         with NO_PANIC:
             text = self._tokenizer.decode(
                 list(tokens),
@@ -234,7 +234,7 @@ class HuggingFaceCodec:
         return str(text)
 
     def describe(self) -> str | None:
-        """As `TextCodec`."""
+        """Return the tokenizer as `tokenizers` writes it; None: it is written in Python."""
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
             return None
@@ -245,7 +245,7 @@ class HuggingFaceCodec:
         return str(tokenizer.to_str())
 
     def open_step(self, *, skip_special_tokens: bool = True) -> Step | None:
-        """As `TextCodec`."""
+        """Return a decoder of one text piece by piece; None: the tokenizer is written in Python."""
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
             return None

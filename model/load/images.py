@@ -69,11 +69,11 @@ class ImagePrompt:
     Attributes:
         items: content and place of each; the mask of an item says which of its tokens are rows of
             the vision tower's output.
-        inputs: what the vision tower takes for each, by name.
+        inputs: the arguments of the vision tower for each, by name.
         positions: int64 [num_axes, num_tokens], the position ids of the prompt's tokens; None: each
             token's place in the prompt.
         delta: position id minus place of the tokens after the prompt.
-        is_whole: whether the tokens of an image see each other, so that one step computes them all.
+        is_whole: True if the tokens of an image see each other, so that one step computes them all.
         given: for `generate`: the names and tensors of the whole prompt.
     """
 
@@ -85,23 +85,23 @@ class ImagePrompt:
     given: Mapping[str, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What `generate` takes, on a device. O(its bytes)."""
+        """Return the arguments of `generate`, on a device. O(its bytes)."""
         return {name: moved(tensor, device, dtype) for name, tensor in self.given.items()}
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """An input of a vision tower on a device; one that is no integer in the dtype. O(bytes)."""
+    """Return a vision tower's input on a device; numbers but integers in the dtype. O(bytes)."""
     return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def rows_of(item: kvcore.MultimodalItem) -> NDArray[np.int64]:
-    """The places in the prompt of the rows of an item, in order. O(length)."""
+    """Return the places in the prompt of the rows of an item, in order. O(length)."""
     mask = np.ones(item.length, dtype=bool) if item.mask is None else np.frombuffer(item.mask, "?")
     return np.flatnonzero(mask) + item.start
 
 
 def open_image(given: object, limits: EngineConfig) -> Image.Image:
-    """An image in RGB, turned as its file says. O(pixels); of one that is too large O(1).
+    """Return an image in RGB, turned as its file says. O(pixels); of one that is too large O(1).
 
     Args:
         given: an image of Pillow, the bytes of a file, or its path.
@@ -204,7 +204,7 @@ class ImageCodec:
         self._lock = Lock()
 
     def own_attention(self) -> AbstractContextManager[None]:
-        """Every part of the network attends as when this was made, for a while. O(parts)."""
+        """Return a context in which the network has the attention it came with. O(parts)."""
         return _attending(self._attention)
 
     def encode_chat(
@@ -216,7 +216,7 @@ class ImageCodec:
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> tuple[list[int], ImagePrompt]:
-        """The tokens and images of a conversation as `TextCodec.render_chat` takes it. O(pixels).
+        """Return the tokens and images of a conversation. O(pixels).
 
         Raises:
             InvalidArgumentError: as `encode`, or the chat template refuses the messages.
@@ -234,14 +234,14 @@ class ImageCodec:
         *,
         adds_special_tokens: bool = True,
     ) -> tuple[list[int], ImagePrompt]:
-        """The tokens of a prompt, and its images. O(pixels).
+        """Return the tokens of a prompt, and its images. O(pixels).
 
         Args:
             text: `mark` stands in it for each image; without any, each image stands
                 on a line before it.
             images: in their order.
             limits: of an engine.
-            adds_special_tokens: whether tokens that the model wants at its start are added.
+            adds_special_tokens: True: add the tokens that the model wants at its start.
 
         Raises:
             InvalidArgumentError: an image cannot be read or is too large, there are too many for
@@ -286,7 +286,7 @@ class ImageCodec:
         items: tuple[kvcore.MultimodalItem, ...],
         inputs: tuple[Mapping[str, Tensor], ...],
     ) -> ImagePrompt:
-        """With position ids, and what `generate` takes. O(tokens)."""
+        """Return the prompt with position ids and the arguments of `generate`. O(tokens)."""
         ids = torch.tensor([tokens])
         types = (ids == self._token).to(torch.int64)
         given = {name: _joined([one[name] for one in inputs]) for name in inputs[0]}
@@ -308,9 +308,9 @@ class ImageCodec:
         return ImagePrompt(items, inputs, positions, delta, bool(self.ahead), given)
 
     def _read_once(self, given: object, limits: EngineConfig) -> "_Read":
-        """What an image becomes alone; of a file that was read lately, as it was then.
+        """Return the processor's result for one image, from the cache if its file was read lately.
 
-        One at a time: a processor and its tokenizer are not made for several threads.
+        One image at a time: a processor and its tokenizer are not made for several threads.
         """
         with self._lock:
             if not isinstance(given, bytes):
@@ -323,7 +323,7 @@ class ImageCodec:
         return read
 
     def _read(self, image: Image.Image) -> "_Read":
-        """What an image becomes alone. O(pixels)."""
+        """Return the processor's result for a prompt of this image alone. O(pixels)."""
         try:
             found = self._processor(
                 text=[self.mark],
@@ -374,7 +374,10 @@ class ImageCodec:
             self._is_apart = False
 
     def _same_rows(self, both: Mapping[str, Tensor], alone: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Whether the tower gives the same rows for images together and alone. Three passes."""
+        """Return True if the tower gives the same rows for images together and alone.
+
+        Three passes.
+        """
         with torch.inference_mode():
             together = flat_rows(pooled(run_tower(self._network, both)))
             each = torch.cat([flat_rows(pooled(run_tower(self._network, one))) for one in alone])
@@ -383,18 +386,18 @@ class ImageCodec:
 
 
 POOLED = ("pooler_output", "last_hidden_state")
-"""Where a vision tower's output has its rows: the first of these that it has."""
+"""The fields of a vision tower's output that may have its rows: the first of these that is set."""
 
 
 def run_tower(network: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
-    """The output of a vision tower, which attends as it does now. One pass through it."""
+    """Return the output of a vision tower, which attends as it does now. One pass through it."""
     tower: Callable[..., ModelOutput] = network.base_model.get_image_features  # type: ignore[assignment]
     given = {name: moved(one, network.device, network.dtype) for name, one in inputs.items()}
     return tower(**given, return_dict=True)
 
 
 def pooled(output: ModelOutput) -> Sequence[Tensor] | Tensor:
-    """The rows of a tower's output: one tensor, or one for each part. O(1)."""
+    """Return the rows of a tower's output: one tensor, or one for each part. O(1)."""
     found: Sequence[Tensor] | Tensor = next(
         output[name] for name in POOLED if output.get(name) is not None
     )
@@ -402,18 +405,18 @@ def pooled(output: ModelOutput) -> Sequence[Tensor] | Tensor:
 
 
 def flat_rows(features: Sequence[Tensor] | Tensor) -> Tensor:
-    """Rows that are one tensor, or one for each part, one after another. O(their bytes)."""
+    """Return rows that are one tensor, or one for each part, one after another. O(their bytes)."""
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """An image as the processor has it.
+    """The processor's result for an image.
 
     Attributes:
-        text: what stands for it in the text that becomes tokens.
+        text: the text that stands for the image in the prompt, before it becomes tokens.
         num_rows: rows of the vision tower's output.
-        inputs: what the vision tower takes, by name.
+        inputs: the arguments of the vision tower, by name.
         content: its digest.
     """
 
@@ -424,12 +427,12 @@ class _Read:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes. O(inputs)."""
+        """The size of its tensors. O(inputs)."""
         return sum([tensor.nbytes for tensor in self.inputs.values()])
 
 
 def digest(inputs: Mapping[str, Tensor]) -> bytes:
-    """The identity of an image: all that its vision tower takes. O(bytes)."""
+    """Return the identity of an image: all that its vision tower takes. O(bytes)."""
     found = hashlib.sha256()
     for name, tensor in sorted(inputs.items()):
         found.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
@@ -438,7 +441,7 @@ def digest(inputs: Mapping[str, Tensor]) -> bytes:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The inputs of several images as one, padded with zeros where their sizes differ."""
+    """Return the inputs of several images as one, padded with zeros where their sizes differ."""
     if any(one.shape[1:] != parts[0].shape[1:] for one in parts):
         most = torch.tensor([one.shape[1:] for one in parts]).amax(0).tolist()
         parts = [
@@ -456,7 +459,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _item(content: bytes, places: NDArray[np.int64]) -> kvcore.MultimodalItem:
-    """An item over the places of an image's rows; tokens between them are text."""
+    """Return an item over the places of an image's rows; tokens between them are text."""
     start, length = int(places[0]), int(places[-1] - places[0]) + 1
     mask = None
     if length > len(places):
@@ -472,7 +475,9 @@ def load_images(
     network: PreTrainedModel,
     codec: HuggingFaceCodec,
 ) -> ImageCodec | NoImages:
-    """What makes images of a model's prompts. Reads a few files, and runs one short pass.
+    """Return the codec of a model's prompts with images, or the reason why there is none.
+
+    Reads a few files, and runs one short pass.
 
     Args:
         name: a folder or an id on the hub.
@@ -496,7 +501,10 @@ def load_images(
 def codec_of(
     network: PreTrainedModel, processor: ProcessorMixin, codec: TextCodec
 ) -> ImageCodec | NoImages:
-    """What makes images of a network's prompts. One short pass, at most three of the tower."""
+    """Return the codec of a network's prompts with images, or the reason why there is none.
+
+    One short pass, and at most three of the tower.
+    """
     what = type(network).__name__
     if not _reads_images(network):
         return NoImages(f"{what} reads text alone")
@@ -516,13 +524,13 @@ def codec_of(
 
 
 def _reads_images(network: PreTrainedModel) -> bool:
-    """Whether a vision tower can be run apart from the pass that takes its output."""
+    """Return True if a vision tower can run apart from the pass that takes its output."""
     passes = inspect.signature(network.forward).parameters
     return "mm_encoder_outputs" in passes and hasattr(network.base_model, "get_image_features")
 
 
 def _layers_ahead(network: PreTrainedModel, token: int) -> frozenset[int]:
-    """The layers in which the tokens of an image see each other; in the others they are causal.
+    """Return the layers in which an image's tokens see each other; the others are causal.
 
     Raises:
         UnsupportedModelError: something else is.
@@ -546,7 +554,7 @@ def _layers_ahead(network: PreTrainedModel, token: int) -> frozenset[int]:
 
 
 def _attention_of(network: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
-    """How each part of a network attends. O(modules)."""
+    """Return the attention of each part of a network. O(modules)."""
     parts = [one.config for one in network.modules() if isinstance(one, PreTrainedModel)]
     every = {id(config): config for config in parts}.values()
     return [(config, config._attn_implementation) for config in every]  # noqa: SLF001
@@ -554,7 +562,7 @@ def _attention_of(network: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]
 
 @contextmanager
 def _attending(wanted: Sequence[tuple[PreTrainedConfig, str]]) -> Iterator[None]:
-    """Parts of a network attend as this says, and as before afterwards. O(parts)."""
+    """Set the attention of parts of a network, and restore it afterwards. O(parts)."""
     before = [(config, config._attn_implementation) for config, _ in wanted]  # noqa: SLF001
     try:
         for config, implementation in wanted:
@@ -571,7 +579,7 @@ def _load_processor(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> ProcessorMixin:
-    """The processor of a model, whose image processor is the one that uses Pillow.
+    """Return the processor of a model, whose image processor is the one that uses Pillow.
 
     Transformers' own loader wants torchvision for the video processor, which is not needed here.
     """
@@ -593,7 +601,7 @@ def _load_processor(
 
 
 def processor_class(found: Any) -> Any:  # noqa: ANN401  # a class of Transformers
-    """A processor's class that takes what stands for its other parts. O(1).
+    """Return a processor's class that takes what stands for its other parts. O(1).
 
     Pixtral's, the only one for images that wants torchvision, uses one function of an image
     processor, which the one for Pillow has too.
@@ -610,7 +618,7 @@ def processor_class(found: Any) -> Any:  # noqa: ANN401  # a class of Transforme
 
 
 def _named_class(name: str) -> str | None:
-    """The class of a processor that an older checkpoint names."""
+    """Return the class of a processor that an older checkpoint names."""
     for file in _PROCESSOR_FILES:
         if (path := Path(name) / file).is_file():
             found = read_object(path).get("processor_class")

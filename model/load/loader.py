@@ -6,7 +6,7 @@ not belong together (`checkpoint.py`).
 
 Invariants: what loads is exactly what the files say; whatever Transformers raises while it reads
 files is an error about those files, in one line; nothing is downloaded for a path; a hub that does
-not answer is asked once; no code from a checkpoint is run.
+not answer is tried once; no code from a checkpoint is run.
 
 Does not know: backends, caches, requests.
 """
@@ -104,7 +104,7 @@ class LoadedModel:
     """A network with all that a request needs to know about it.
 
     Attributes:
-        name: the path or id that was asked for.
+        name: the given path or id.
         network: a decoder of Transformers, in evaluation mode, on its device.
         codec: its tokenizer.
         eos_token_ids: tokens that end a text.
@@ -147,7 +147,7 @@ def load_model(
     """Load a causal language model. Reads every weight once.
 
     Args:
-        name: a folder, or `owner/name` on the hub; the hub is asked if there is no such folder.
+        name: a folder, or `owner/name` on the hub; the hub is used if there is no such folder.
         device: of the weights.
         dtype: None: float32 on a CPU, bfloat16 on a GPU.
         ranks: the processes that share it, each of which calls this; they read it one after
@@ -190,7 +190,7 @@ def load_model(
 
 
 def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
-    """A model with a draft model for speculative decoding. O(vocabulary).
+    """Return a model with a draft model for speculative decoding. O(vocabulary).
 
     Raises:
         UnsupportedModelError: the vocabularies differ.
@@ -212,7 +212,7 @@ def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
 
 
 def _vocabulary(codec: TextCodec) -> Mapping[int, str]:
-    """The spelling of each token; empty if the tokenizer does not tell."""
+    """Return the spelling of each token; empty if the tokenizer has none."""
     described = codec.describe()
     if described is None:
         return {}
@@ -220,7 +220,7 @@ def _vocabulary(codec: TextCodec) -> Mapping[int, str]:
 
 
 def load_codec(name: str) -> HuggingFaceCodec:
-    """The tokenizer of a model alone. Reads a few files.
+    """Return the tokenizer of a model alone. Reads a few files.
 
     Args:
         name: see `load_model`.
@@ -272,11 +272,11 @@ def _max_positions(config: PreTrainedConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a model is: a folder or an id.
+    """The place of a model: a folder, or an id on the hub.
 
     Attributes:
         name: the folder or the id.
-        is_local: the hub must not be asked.
+        is_local: True if the hub must not be used.
         gguf: the file in the folder that holds everything, if it is one in GGUF.
     """
 
@@ -286,7 +286,7 @@ class _Source:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Transformers' classes need to know to read from here."""
+        """The arguments with which Transformers' classes read from this place."""
         found: dict[str, Any] = {"local_files_only": self.is_local}
         return found if self.gguf is None else found | {"gguf_file": self.gguf}
 
@@ -340,7 +340,7 @@ def _resolve(name: str) -> _Source:
 
 
 def _what_is_missing(folder: Path) -> str:
-    """What a folder without config.json is, in words, and what to do."""
+    """Return in words the contents of a folder without config.json, and the remedy."""
     if (folder / "adapter_config.json").is_file():
         return (
             f"is missing: this folder holds a LoRA adapter, not a model. Give its base model, and "
@@ -484,7 +484,7 @@ def _network_of(**fields: object) -> PreTrainedModel:
 
 
 def _field_without_which(content: Mapping[str, object], build: Callable[..., object]) -> str:
-    """The field without which config.json builds a network, and its value in words; or empty.
+    """Return the field without which config.json builds a network, with its value, or "".
 
     Found by leaving out one field at a time.
     """
@@ -571,7 +571,7 @@ def _read_tokenizer(source: _Source) -> PreTrainedTokenizerBase:
     """Return the tokenizer that tokenizer.json describes, or the named class's without that file.
 
     Many classes take only the vocabulary from tokenizer.json and replace its pre-tokenizer,
-    normalizer and decoder by those of their own family, which gives other tokens
+    normalizer and decoder by those of the class's family, which gives other tokens
     (https://github.com/huggingface/transformers/issues/45920).
     """
     tokenizer: PreTrainedTokenizerBase

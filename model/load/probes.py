@@ -50,11 +50,11 @@ _FAR = 1 << 22  # farther than any window or chunk reaches
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """Which keys at or before its own position a query sees: all, or some of them.
+    """The keys at or before its position that a query sees: all, or some of them.
 
     Attributes:
-        window: the last `window` keys, its own included; None: no window.
-        chunk: the keys of its own chunk of `chunk` tokens; None: no chunks.
+        window: the last `window` keys, the one at its position included; None: no window.
+        chunk: the keys of the query's chunk of `chunk` tokens; None: no chunks.
     """
 
     window: int | None = None
@@ -66,14 +66,14 @@ class MaskPattern:
         return "full attention" if self.chunk is None else f"chunks of {self.chunk}"
 
     def first(self, position: int) -> int:
-        """The lowest position that a query at `position` sees. O(1)."""
+        """Return the lowest position that a query at `position` sees. O(1)."""
         if self.window is not None:
             return max(0, position - self.window + 1)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
 
 def find_mask_pattern(mask: _MaskFunction, device: torch.device) -> MaskPattern:
-    """What a mask lets a query see. A few dozen calls of the mask.
+    """Return the pattern of a mask: the keys that each query sees. A few dozen calls of the mask.
 
     Args:
         mask: as Transformers passes it to a mask interface.
@@ -121,7 +121,7 @@ class _MaskProbe:
         return seen
 
     def count(self, query: int) -> int:
-        """The number of keys that a query sees, if they are the last ones."""
+        """Return the number of keys that a query sees, if they are the last ones."""
         seen, unseen = 0, query + 2  # at a distance of seen - 1, and of unseen - 1
         while unseen - seen > 1:
             middle = (seen + unseen) // 2
@@ -133,7 +133,7 @@ class _MaskProbe:
 
 
 def _places(pattern: MaskPattern, size: int) -> tuple[list[int], list[int]]:
-    """Queries and keys at which a mask of another pattern would differ."""
+    """Return queries and keys at which a mask of another pattern would differ."""
     around = [0, 1, 2, 3, size // 2, size - 2, size - 1, size, size + 1, 2 * size - 1, 2 * size]
     around += [2 * size + 1, 3 * size + size // 2, 7 * size - 1, 7 * size, _FAR]
     queries, keys = [], []
@@ -241,7 +241,7 @@ class Probe:
         return none_complete(parts, rate)
 
     def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """Nothing is complete."""
+        """Do nothing: no entry is complete."""
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
         """Note the shape of the index of compressed keys."""
@@ -251,7 +251,7 @@ class Probe:
 
 
 def _memory(tensor: Tensor) -> object:
-    """Equal for two tensors that are the same numbers in memory, unchanged in between."""
+    """Return a key, equal for tensors that are the same numbers in memory, unchanged between."""
     storage = tensor.untyped_storage()._cdata  # noqa: SLF001  # the meta device has no addresses
     place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     return (*place, tensor._version)  # noqa: SLF001  # counts changes in place
@@ -283,7 +283,7 @@ def _build_mask(
     device: torch.device | str = "cpu",
     **__: object,
 ) -> Tensor:
-    """Called by Transformers for each kind of mask."""
+    """Build a mask that notes its pattern; Transformers calls this for each kind of mask."""
     shape = (batch_size, 1, q_length, kv_length)
     mask = torch.ones(shape, dtype=torch.bool, device=device).as_subclass(_Mask)
     mask.made_by = mask_function
@@ -300,7 +300,7 @@ def _attend_probing(
     paged: Probe | None = None,
     **asked: Any,  # noqa: ANN401  # as `attend` takes them
 ) -> tuple[Tensor, None]:
-    """`attend`, after noting the mask."""
+    """Note the mask, then compute attention as `attend` does."""
     layer = getattr(module, "layer_idx", None)
     if paged is not None and layer is not None:
         paged.see(layer, attention_mask)
@@ -335,7 +335,7 @@ def probe_layers(
     Args:
         model: left with our attention.
         device: of the model; the meta device works for a model without weights.
-        keeps_states: whether some layers keep states (`recurrence.py`).
+        keeps_states: True if some layers keep states (`recurrence.py`).
 
     Returns:
         For the index of each layer that attends what it stores.
@@ -415,7 +415,7 @@ class _Pairs(Probe):
         terms: backends.AttentionTerms,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Zeros; the shape of the layer is known."""
+        """Return zeros: the shape of the layer is known."""
         del layer, key, terms, chosen
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
@@ -423,7 +423,7 @@ class _Pairs(Probe):
 def seen_pairs(
     model: PreTrainedModel, tokens: Tensor, **more: object
 ) -> dict[int, list[list[bool]]]:
-    """Which token sees which in a pass, layer by layer. One pass; it has our attention afterwards.
+    """Return for each layer the tokens that each token sees. One pass, with our attention after it.
 
     Args:
         model: computes it.
@@ -466,7 +466,7 @@ def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
 
 
 _Rows = dict[tuple[int, tuple[str, ...]], tuple[Tensor, ...]]
-"""What passes have noted, by layer and the names of its parts."""
+"""The tensors that a pass has noted, by layer and the names of its parts."""
 
 
 class _Alone:
@@ -510,7 +510,7 @@ class _Alone:
         return none_complete(parts, rate)
 
     def store_entries(self, layer: int, rows: Tensor, *, is_index: bool) -> None:
-        """Nothing is complete."""
+        """Do nothing: no entry is complete."""
 
     def choose_entries(self, layer: int, query: Tensor, weights: Tensor, count: int) -> None:
         """Note a row of an index."""
@@ -583,7 +583,10 @@ def check_tokens_alone(
 def _misplaced(
     model: PreTrainedModel, device: torch.device, position: int, rope: RopeSwitch | None
 ) -> str:
-    """What tells a layer its position other than `position_ids`, in words; empty: nothing."""
+    """Return "" if only `position_ids` gives layers their positions, or else a phrase.
+
+    The phrase names a layer, and the other input that its result depends on.
+    """
     vocab_size = model.config.get_text_config().vocab_size
     is_long = torch.ones((1, 1), dtype=torch.bool, device=device)
     tolerance = _SAME_SHAPE_TOLERANCES.get(model.dtype, 0.02)
@@ -607,7 +610,7 @@ def _misplaced(
 def _reasons(
     model: PreTrainedModel, device: torch.device, near: int, far: int, rope: RopeSwitch | None
 ) -> list[str]:
-    """For each token tried, what its result depends on; empty for the last one: nothing else."""
+    """Return for each tried token the other inputs of its result; "" for the last one: none."""
     vocab_size = model.config.get_text_config().vocab_size
     is_long = torch.tensor([[False, True]], device=device)
     reasons: list[str] = []
@@ -643,7 +646,7 @@ def _run(
     alone: _Alone,
     **more: object,
 ) -> None:
-    if is_divided(model):  # each token is a sequence of its own
+    if is_divided(model):  # each token is a sequence
         more = {cache_argument(model): RecurrentPass.of_fresh([1] * len(tokens))} | more
     with torch.inference_mode():
         model(

@@ -53,7 +53,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's `mallopt`
 
 @contextmanager
 def freeing_at_once() -> Iterator[None]:
-    """Tensors of a MiB or more that are freed in here go back to the system at once, on glibc.
+    """Return tensors from a MiB on that the body frees to the system at once, on glibc.
 
     A weight that is dequantised leaves several tensors behind. glibc would keep those below 32 MiB
     for later, between the weights that stay: up to three quarters of their size. Afterwards it
@@ -180,12 +180,12 @@ UNUSED_SCALES = re.compile(
 
 
 def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) -> Format | None:
-    """The format of a checkpoint's weights; None: they are not quantised. O(1).
+    """Return the format of a checkpoint's weights; None: they are not quantised. O(1).
 
     Args:
-        where: what names the checkpoint in an error.
+        where: the name of the checkpoint in an error.
         config: of the checkpoint.
-        is_gguf: whether its weights are in a GGUF file.
+        is_gguf: True if its weights are in a GGUF file.
 
     Raises:
         UnsupportedModelError: an unknown format, or a package that reads it is not installed.
@@ -217,7 +217,7 @@ def find_format(where: str, config: PreTrainedConfig, *, is_gguf: bool = False) 
 
 
 def add_modelopt(config: PreTrainedConfig, path: Path) -> None:
-    """Add the settings of ModelOpt's first checkpoints, which have a file of their own. O(1).
+    """Add the settings of ModelOpt's first checkpoints, which stand in a separate file. O(1).
 
     Args:
         config: of the checkpoint; its `quantization_config` is set if it has none.
@@ -266,7 +266,7 @@ def check_scales(path: Path, config: PreTrainedConfig, stored: Mapping[str, Stor
 
     Args:
         path: the file that describes the network.
-        config: what it says.
+        config: its contents.
         stored: from `check_files`.
 
     Raises:
@@ -343,10 +343,10 @@ def choose_dequantised(config: PreTrainedConfig, found: Format) -> dict[str, obj
 def finish(
     network: PreTrainedModel, found: Format, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """What is left to do for a network that was read. O(weights) where they change.
+    """Convert the weights of a network that was read. O(weights) where they change.
 
     Those of bitsandbytes become floats where they cannot stay; those that Transformers dequantised
-    get the dtype that was asked for, since it writes bfloat16 for some formats.
+    get the configured dtype, since Transformers writes bfloat16 for some formats.
 
     Args:
         network: as Transformers read it.

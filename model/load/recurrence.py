@@ -1,4 +1,4 @@
-"""Which modules of a network keep states: the probe of `kvcore.adapters.recurrent`, in our passes.
+"""The modules of a network that keep states: the probe of `kvcore.adapters.recurrent`, for us.
 
 Decides: that a network attends with our attention while it is probed, and afterwards; that no
 module calls kernels of other packages without a GPU.
@@ -20,28 +20,28 @@ from model.errors import UnsupportedModelError
 
 
 def find_states(network: PreTrainedModel, device: torch.device) -> tuple[recurrent.StateShape, ...]:
-    """As `recurrent.find_states`; empty: there are none. One pass of one token.
+    """Return the shapes of a network's states; empty: it has none. One pass of one token.
 
     Args:
         network: has our attention afterwards; modules with states are wrapped for its whole life.
         device: of the network; the meta device works for a network without weights.
 
     Raises:
-        UnsupportedModelError: as there.
+        UnsupportedModelError: a state is unsupported, as `recurrent.find_states` says.
     """
     _attend(network, device)
     return recurrent.find_states(network, device, UnsupportedModelError).shapes
 
 
 def probe_recurrence(network: PreTrainedModel, backend: backends.Backend) -> recurrent.Recurrence:
-    """As `recurrent.probe_recurrence`. A few passes.
+    """Return how a network's states are computed, as `recurrent.probe_recurrence`. A few passes.
 
     Args:
         network: see `find_states`; it has weights.
         backend: steps the states if it gives the network's results.
 
     Raises:
-        UnsupportedModelError: as there.
+        UnsupportedModelError: as for `find_states`.
     """
     _attend(network, backend.device)
     operations = BackendOperations.of(backend)

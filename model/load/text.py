@@ -69,7 +69,7 @@ class TextStream:
         return "".join(pieces)
 
     def close(self) -> None:
-        """No token follows: all held text is final, a broken character included."""
+        """End the text: all held text is final, a broken character included."""
         self._decode_pending()
         if not self.is_stopped:
             self._accept(self._fresh())
@@ -86,7 +86,7 @@ class TextStream:
             self._show(len(self._text) - self._num_held())
 
     def _piece(self, tokens: list[int]) -> str | None:
-        """The text that the next tokens complete; None: none yet."""
+        """Return the text that the next tokens complete; None: none yet."""
         if self._step is not None:
             try:
                 return self._step(tokens) or None
@@ -96,7 +96,7 @@ class TextStream:
         return None if fresh.endswith(_INCOMPLETE) else fresh
 
     def _fresh(self) -> str:
-        """The text of the held tokens, after the piece before them."""
+        """Return the text of the held tokens, after the piece before them."""
         known = self._decode(self._context)
         return self._decode([*self._context, *self._held])[len(known) :]
 
@@ -114,7 +114,7 @@ class TextStream:
             self._text = self._text[:place]
 
     def _num_held(self) -> int:
-        """Characters at the end with which a stop string may start."""
+        """Return the number of characters at the end with which a stop string may start."""
         if self.is_stopped or not self._stop:
             return 0
         pending = self._text[self._num_shown :]

@@ -6,7 +6,7 @@ operations; that KV heads are replicated if there are fewer than ranks. The sche
 (Shoeybi et al. 2019, arXiv:1909.08053): one all-reduce after each attention and each MLP.
 
 On GPUs of one host that can read each other's memory, a small sum is one kernel on the network's
-own stream; a collective of NCCL, on a stream of its own, takes 1.2 to 1.6 times as long
+stream; a collective of NCCL, on another stream, takes 1.2 to 1.6 times as long
 (docs/reference/measured.md).
 
 Invariants: every rank computes the same logits, to the bit, because it receives the same sums; an
@@ -70,7 +70,7 @@ def shard_network(network: PreTrainedModel, ranks: Ranks, sums: "Sums") -> dict[
 
 
 def _plan_of(network: PreTrainedModel, ranks: Ranks) -> Mapping[str, str]:
-    """Transformers' plan; its plan for experts overrides the one for tensors."""
+    """Return Transformers' plan; its plan for experts overrides the one for tensors."""
     plan: Mapping[str, str] | None = getattr(network, "tp_plan", None)
     experts: Mapping[str, str] | None = getattr(network, "ep_plan", None)
     name = type(network).__name__
@@ -135,7 +135,7 @@ class Sums:
             self._scratch = scratch
 
     def __call__(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' parts, on every rank."""
+        """Return the sum of the ranks' parts, on every rank."""
         if part.dtype != self._scratch.dtype:
             return _summed(part, self.group)
         done: Tensor = torch.ops.kvcore_ranks.sum(part.contiguous(), self._scratch, self.group)
@@ -184,14 +184,14 @@ class _Sharding:
                 setattr(module, _GROUPS, groups)
 
     def _num_kv_heads(self, name: str) -> int:
-        """The KV heads of the layer that a module or parameter is in. O(name)."""
+        """Return the KV heads of the layer that a module or parameter is in. O(name)."""
         if None in self._kv_heads:
             return self._kv_heads[None]
         number = re.search(r"\.(\d+)\.", name)
         return self._kv_heads[int(number[1]) if number else 0]
 
     def _repeats(self, name: str) -> bool:
-        """Whether several ranks have the same KV head of a module's layer. O(name)."""
+        """Return True if several ranks have the same KV head of a module's layer. O(name)."""
         return self._num_kv_heads(name) < self._ranks.size and bool(self._cut_projections)
 
     @property
@@ -335,7 +335,7 @@ class _Sharding:
         self._hook(module, "moe_tp_experts")
 
     def _part_of(self, name: str, tensor: Tensor, style: str) -> Tensor:
-        """This rank's part of a parameter."""
+        """Return this rank's part of a parameter."""
         if style.endswith("rowwise"):
             if tensor.dim() == 1:
                 return tensor  # added once, after the sum
@@ -351,7 +351,7 @@ class _Sharding:
         return self._part(name, tensor, dim)
 
     def _part(self, name: str, tensor: Tensor, dim: int, *, pieces: int = 1) -> Tensor:
-        """This rank's part along a dimension, of each of `pieces` consecutive pieces."""
+        """Return this rank's part along a dimension, of each of `pieces` consecutive pieces."""
         size, rank = self._ranks.size, self._ranks.rank
         if tensor.shape[dim] % (size * pieces):
             raise UnsupportedModelError(
@@ -374,7 +374,7 @@ class _Sharding:
 class _RowwiseEmbedding(nn.Module):
     """A table split by rows: the other ranks give zeros, and the results are summed.
 
-    What a network's own kind of table does beside the lookup, such as Gemma's factor, stays.
+    The other operations of the network's kind of table, such as Gemma's factor, stay.
     """
 
     def __init__(self, whole: nn.Embedding, ranks: Ranks, sums: Sums) -> None:
@@ -391,7 +391,7 @@ class _RowwiseEmbedding(nn.Module):
         return self.part.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`[...]` to `[..., embedding_dim]`."""
+        """Return the embeddings of tokens: `[...]` to `[..., embedding_dim]`."""
         places = tokens - self._start
         is_mine = (places >= 0) & (places < self.part.weight.shape[0])
         found: Tensor = self.part(torch.where(is_mine, places, 0))
@@ -417,7 +417,7 @@ def _summed(part: Tensor, group: str) -> Tensor:
 
 
 def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
-    """One kernel that copies a part into memory shared by the ranks, and adds up all parts.
+    """Sum by one kernel that copies a part into memory shared by the ranks, and adds up all.
 
     It waits for the other ranks at its start and at its end, so the memory can be reused.
     """
@@ -426,7 +426,7 @@ def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
 
 
 def _sum(part: Tensor, scratch: Tensor, group: str) -> Tensor:
-    """The sum over the ranks, by the faster of the two ways: see `Sums`."""
+    """Return the sum over the ranks, by the faster of the two ways: see `Sums`."""
     count = part.numel()
     is_aligned = count * part.element_size() % _ALIGNMENT == part.data_ptr() % _ALIGNMENT == 0
     if count > len(scratch) or not is_aligned:
@@ -446,12 +446,12 @@ _library.impl("sum", _sum_shape, "Meta")  # type: ignore[no-untyped-call]
 
 
 def _all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
-    """`[1, ...]` of each rank, to `[size, ...]`."""
+    """Gather `[1, ...]` of each rank into `[size, ...]`."""
     gather: Callable[[Tensor, int, str], Tensor] = _OPS.all_gather_into_tensor
     done: Tensor = _OPS.wait_tensor(gather(tensor.contiguous(), size, group))
     return done
 
 
 def _generic(name: str) -> str:
-    """The name of a module as plans spell it: `*` for the number of a layer."""
+    """Return the name of a module as plans spell it: `*` for the number of a layer."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

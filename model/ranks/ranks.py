@@ -7,9 +7,9 @@ messages of the first rank to all others by gloo.
 A collective between CPUs fails when a process is gone. One between GPUs waits for it, in a call
 that cannot be interrupted. So a thread watches connections: rank 0 has one to each other rank. A
 process that ends in order, or has reported its own error, says so over its connection; if the
-connection just ends, the process is lost. Rank 0 reports in one line which one, and tells the other
-ranks, which stay silent; if rank 0 is lost, each of them reports it. After that a process has a few
-seconds to end by itself, then it is ended.
+connection just ends, the process is lost. Rank 0 reports in one line which one, and notifies the
+other ranks, which stay silent; if rank 0 is lost, each of them reports it. After that a process has
+a few seconds to end by itself, then it is ended.
 
 Invariants: a lost rank is an error on all others, not a wait, even while they wait for a GPU;
 no message of a step says which blocks.
@@ -85,7 +85,7 @@ class Watchdog:
         self._tell(_FAILED_ALONE)
 
     def loss(self) -> RankLostError:
-        """The error of a collective that has lost a process, naming that process.
+        """Return the error of a collective that has lost a process, naming that process.
 
         Waits up to some seconds until the connection has ended too and the line is written.
         """
@@ -109,7 +109,7 @@ class Watchdog:
         self._close()
 
     def _lose(self, rank: int, number: int | None) -> None:
-        """A process is lost, or ends with an error.
+        """Note that a process is lost, or ends with an error.
 
         Args:
             rank: the other end of the connection.
@@ -136,7 +136,7 @@ class Watchdog:
 
 
 def _read(connection: socket.socket) -> int | None:
-    """The message of another process; None: its connection has ended."""
+    """Return the message of another process; None: its connection has ended."""
     try:
         found = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
     except OSError:
@@ -208,7 +208,7 @@ class Ranks:
     Attributes:
         rank: its number, from 0.
         size: the number of processes.
-        expert_parallel: whether each rank holds some experts whole, not a part of each expert.
+        expert_parallel: True if each rank holds some experts whole, not a part of each expert.
     """
 
     rank: int
@@ -219,18 +219,18 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which has the requests. O(1)."""
+        """True if this is rank 0, which has the requests. O(1)."""
         return self.rank == 0
 
     def all_reduce_min(self, number: int) -> int:
-        """The smallest of the ranks' numbers. One round trip."""
+        """Return the smallest of the ranks' numbers. One round trip."""
         value = torch.tensor(number)
         with self.detecting_loss():
             dist.all_reduce(value, dist.ReduceOp.MIN, group=self._control)
         return int(value)
 
     def broadcast(self, message: object = None) -> object:
-        """The `message` of rank 0, on every rank.
+        """Return the `message` of rank 0, on every rank.
 
         None costs one message of 8 bytes, anything else a second one.
         """
@@ -238,7 +238,7 @@ class Ranks:
             return _broadcast(self._control, self.rank, message)
 
     def all_gather(self, content: bytes) -> list[bytes]:
-        """The content of each rank, all of one length. One round trip."""
+        """Return the content of each rank, all of one length. One round trip."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self.detecting_loss():
@@ -256,7 +256,7 @@ class Ranks:
             self.all_reduce_min(0)
 
     def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0, on its device, in stream order: [n], of one type on every rank."""
+        """Return rank 0's tensor, in stream order on its device: [n], one type on every rank."""
         own = tensor.clone()
         with self.detecting_loss():
             dist.broadcast(own, 0)
@@ -267,8 +267,8 @@ class Ranks:
         """Run what all ranks run together; if one is lost, the error names it.
 
         Args:
-            or_fail: any other error ends this process, which reports it; the other ranks are told,
-                so that they stay silent.
+            or_fail: any other error ends this process, which reports it and notifies the other
+                ranks, so that they stay silent.
 
         Raises:
             RankLostError: another rank is gone.
@@ -298,7 +298,7 @@ def join_ranks(size: int, *, expert_parallel: bool = False) -> Ranks | None:
     """Meet the other processes; None if there are none. Waits until all are there.
 
     Args:
-        size: how many the user asked for.
+        size: the number of processes that --tp names.
         expert_parallel: how they share the network's experts.
 
     Raises:
@@ -357,7 +357,7 @@ def _broadcast(control: dist.ProcessGroup, rank: int, message: object) -> object
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, comes from a lost process."""
+    """Return True if an error, or one of its causes, comes from a lost process."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, RankLostError):

@@ -44,13 +44,13 @@ ALL_CUTS = tuple(Cuts(ranked, nuclear) for ranked in (False, True) for nuclear i
 
 
 class Place(NamedTuple):
-    """Which buffer logits are in.
+    """The buffer that logits are in.
 
     Attributes:
         rows: the number of rows.
-        is_single: whether the steps have one token per sequence.
-        shares: whether their sequences share a prefix.
-        adapted: whether some have LoRA adapters.
+        is_single: True if the steps have one token per sequence.
+        shares: True if their sequences share a prefix.
+        adapted: True if some have LoRA adapters.
     """
 
     rows: int
@@ -61,10 +61,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowTerms:
-    """How every row of a step is drawn.
+    """The terms by which every row of a step is drawn.
 
     Attributes:
-        cuts: that any row needs.
+        cuts: the cuts that any row needs.
         drawing: int64 [num_draws], the rows that draw.
         columns: int64 [4, num_rows], see `_Columns`, without the numbers.
     """
@@ -75,13 +75,13 @@ class RowTerms:
 
 
 def is_captured(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether rows with these parameters can be drawn by a captured graph. O(1)."""
+    """Return True if a captured graph can draw rows with these parameters. O(1)."""
     ranked = params.temperature > 0 and params.top_k is not None and params.top_k < vocab_size
     return not params.changes_logits and (not ranked or (params.top_k or 0) <= MOST)
 
 
 def row_terms(params: Sequence[SamplingParams | None], vocab_size: int) -> RowTerms | None:
-    """The terms of rows; None: no row draws. O(rows).
+    """Return the terms of rows; None: no row draws. O(rows).
 
     Args:
         params: of each row, all captured; None: the result of the row is not used.
@@ -118,7 +118,7 @@ class _Columns(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor) -> "_Columns":
-        """Views of int64 [5, rows]."""
+        """Return views of int64 [5, rows]."""
         numbers, is_drawn, top_k, top_p, factors = words
         return cls(
             numbers.view(torch.float64)[:, None],
@@ -129,7 +129,7 @@ class _Columns(NamedTuple):
         )
 
     def first(self, rows: int) -> "_Columns":
-        """The columns of the first rows."""
+        """Return the columns of the first rows."""
         return _Columns(*[part[:rows] for part in self])
 
 
@@ -159,7 +159,7 @@ class GraphCapturer:
         torch.cuda.synchronize()
 
     def capture(self, run: Callable[[], _T], kind: Hashable) -> tuple[torch.cuda.CUDAGraph, _T]:
-        """A graph of the launches of a call, and the tensors that each replay writes.
+        """Return a graph of the launches of a call, and the tensors that each replay writes.
 
         Runs the call under capture, and as a replay, because the first replay of a graph takes
         longer than later ones. Before that the first call of a kind runs normally.
@@ -219,7 +219,7 @@ class DrawGraphs:
                 self._graphs[place, cuts] = capturer.capture(run, cuts)
 
     def choose(self, place: Place, terms: RowTerms, numbers: NDArray[np.float64]) -> Tensor:
-        """The tokens of all rows: int64 [num_rows], valid until the next call.
+        """Return the tokens of all rows: int64 [num_rows], valid until the next call.
 
         Args:
             place: of the step's logits.

@@ -42,12 +42,12 @@ _POINTERS = [
 
 
 def _inner(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
-    """A function that kernels call."""
+    """Return a function that kernels call."""
     return triton.jit(function)
 
 
 def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
-    """A kernel that is compiled once per vocabulary size and dtype, for all arguments."""
+    """Return a kernel that is compiled once per vocabulary size and dtype, for all arguments."""
     names = inspect.signature(function).parameters
     return triton.jit(
         do_not_specialize=[name for name in _STRIDES if name in names],
@@ -122,7 +122,7 @@ def _take_chunks(
 
 @_inner
 def _order(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Integers in the order of the floats, without their lowest SHIFT bits, which are 0.
+    """Return integers in the order of the floats, without their lowest SHIFT bits, which are 0.
 
     NaN is as large as inf.
     """
@@ -133,7 +133,7 @@ def _order(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
 
 @_inner
 def _limit(number: tl.tensor, count: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """The largest integer that at least `count` numbers reach, bit by bit."""
+    """Return the largest integer that at least `count` numbers reach, bit by bit."""
     found = tl.sum(number * 0, 0)
     for step in range(32 - SHIFT):
         tried = found | (tl.full([], 1, tl.uint32) << (31 - SHIFT - step))
@@ -196,7 +196,7 @@ def _take_top(
 
 @_inner
 def _weigh(x: tl.tensor, best: tl.tensor, sharpness: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """Weights as in `passes.py`: int64."""
+    """Return weights as in `passes.py`: int64."""
     distance = (best - x.to(tl.float32)) * sharpness
     weight = tl.floor(tl.exp(-distance) * 34359738368.0)
     return tl.where(distance <= reach, weight, 0.0).to(tl.int64)
@@ -300,7 +300,10 @@ class GpuPasses:
     """`Passes` by these kernels; for logits whose rows are contiguous."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Passes`; of equal logits the first. NaN counts as inf."""
+        """Return the largest logit of each row, and the first token that has it.
+
+        NaN counts as inf.
+        """
         peaks = _peaks_of(logits)
         rows, chunks = peaks.shape
         best = torch.empty(rows, dtype=logits.dtype, device=logits.device)
@@ -310,7 +313,7 @@ class GpuPasses:
         return best, tokens
 
     def top_values(self, logits: Tensor, count: int) -> Tensor:
-        """See `Passes`."""
+        """Return the largest logits of each row, in falling order."""
         rows = len(logits)
         peaks = _peaks_of(logits)
         if count >= peaks.shape[1] or not rows:
@@ -334,7 +337,7 @@ class GpuPasses:
     def nuclear_reach(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
     ) -> Tensor:
-        """See `Passes`."""
+        """Return the distance of the last token that top_p leaves."""
         rows, best = len(logits), best.contiguous()
         places: list[Tensor] = []
         target: Tensor | None = None
@@ -351,7 +354,7 @@ class GpuPasses:
         return reach_of_bins(*places)
 
     def log_sums(self, logits: Tensor) -> Tensor:
-        """See `Passes`: by the sum of the weights, which is exact in any order."""
+        """Return the logarithm of each row's sum of exp: a sum of weights, exact in any order."""
         best = self.most_likely(logits)[0][:, None].float()
         ones = torch.ones_like(best)
         total = _chunk_sums(logits, best, ones, ones / 0).sum(-1, keepdim=True)
@@ -360,7 +363,7 @@ class GpuPasses:
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
     ) -> Tensor:
-        """See `Passes`."""
+        """Return the token of each row at its number, in the order of the ids."""
         rows, chunks = len(logits), triton.cdiv(logits.shape[1], CHUNK)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         best = best.contiguous()
@@ -374,7 +377,7 @@ class GpuPasses:
         return tokens
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Passes`."""
+        """Compile all kernels for this vocabulary and dtype, and for float32."""
         one = torch.ones((1, 1), device=device)
         for each in dict.fromkeys((dtype, torch.float32)):
             logits = torch.zeros((1, vocab_size), dtype=each, device=device)
@@ -386,7 +389,7 @@ class GpuPasses:
 
 
 def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
-    """The weights of each chunk: int64 [num_rows, chunks]."""
+    """Return the weights of each chunk: int64 [num_rows, chunks]."""
     rows, chunks = len(logits), triton.cdiv(logits.shape[1], CHUNK)
     sums = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
     if rows:
@@ -398,7 +401,7 @@ def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) 
 
 
 def _sizes(logits: Tensor) -> tuple[int, int, int]:
-    """The row stride, the vocabulary size and the number of chunks."""
+    """Return the row stride, the vocabulary size and the number of chunks."""
     return logits.stride(0), logits.shape[1], triton.cdiv(logits.shape[1], CHUNK)
 
 
@@ -407,7 +410,7 @@ def _width(chunks: int) -> int:
 
 
 def _peaks_of(logits: Tensor) -> Tensor:
-    """The largest logit of each chunk: float32 [num_rows, chunks]; inf if one is NaN."""
+    """Return the largest logit of each chunk: float32 [num_rows, chunks]; inf if one is NaN."""
     rows, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, CHUNK)
     peaks = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)

@@ -1,7 +1,7 @@
 """Compiles grammars with llguidance, each once, in parallel with the steps.
 
-Decides: which grammars are refused before a request is admitted. A grammar is first compiled in a
-process of its own (`grammar_trial.py`), within limits of time, memory and stack, then here, and
+Decides: which grammars are refused before a request is admitted. A grammar is first compiled in
+another process (`grammar_trial.py`), within limits of time, memory and stack, then here, and
 then a few tokens are tried: a grammar that no text matches, or whose first masks exceed the
 library's limits or the budget of a token, is an error of the request.
 
@@ -66,7 +66,7 @@ class Compiled:
 
 _T = TypeVar("_T")
 _Work = Future[Compiled | str]
-"""What becomes of a grammar: compiled, or what was wanted in its place."""
+"""The outcome of compiling a grammar: the compiled one, or the words of the error."""
 
 
 class GrammarCompiler:
@@ -114,8 +114,8 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).
 
-        Each call has a future of its own. When all of those of a grammar are cancelled before it
-        was begun, it is not compiled.
+        Each call returns another future. When all those of a grammar are cancelled before it was
+        begun, it is not compiled.
 
         The future raises:
             InvalidSettingError: no text matches it, it is invalid, or it is too large.
@@ -142,7 +142,7 @@ class GrammarCompiler:
         return asked
 
     def _let_go(self, asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
-        """One who asked waits no more."""
+        """Forget a cancelled future; cancel the work if no other waits for it."""
         with self._lock:
             asking = self._asking.get(work)
             if asking is None:
@@ -182,7 +182,7 @@ class GrammarCompiler:
             threading.stack_size(before)
 
     def _tell(self, grammar: Grammar, work: _Work) -> None:
-        """Tell all who asked what has become of a grammar; the work knows them no more."""
+        """Set the outcome of a grammar in all futures that wait for it."""
         with self._lock:
             asking = self._asking.pop(work)
         for asked in asking:
@@ -267,7 +267,7 @@ def _log_failure(work: Future[LLTokenizer]) -> None:
 
 
 def _settle(asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
-    """Tell one who asked what has become of a grammar."""
+    """Set the outcome of a grammar in one future."""
     if not asked.set_running_or_notify_cancel():
         return
     error = work.exception()
@@ -280,21 +280,21 @@ def _settle(asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
 
 
 def refused(grammar: Grammar, why: str) -> InvalidSettingError:
-    """The error of a grammar that is refused. O(length of `why`)."""
+    """Return the error of a grammar that is refused. O(length of `why`)."""
     return InvalidSettingError(
         "grammar", f"a {grammar.form} that compiles ({' '.join(why.split())[:300]})", grammar.text
     )
 
 
 def reason(matcher: LLMatcher) -> str:
-    """The library's error message of a matcher. O(length of the message)."""
+    """Return the library's error message of a matcher. O(length of the message)."""
     lines = str(matcher.get_error()).split("\n<", maxsplit=1)[0]
     said = " ".join(lines.split())[:300]
     return _NOTHING_FOLLOWS if said.startswith(_NOTHING_FOLLOWS) else said
 
 
 def over_token_budget(took_s: float, token_s: float) -> GrammarError:
-    """The error of a mask that took too long. O(1)."""
+    """Return the error of a mask that took too long. O(1)."""
     return GrammarError(
         f"grammar: wanted at most {token_s:g} s of the processor for the mask of a token "
         f"(--grammar-token-s), got {took_s:.3g} s"
@@ -302,7 +302,7 @@ def over_token_budget(took_s: float, token_s: float) -> GrammarError:
 
 
 def _first(words: torch.Tensor, ends: frozenset[int]) -> int | None:
-    """The first allowed token that does not end the text; None: there is none. O(vocab_size)."""
+    """Return the first allowed token that does not end the text, or None. O(vocab_size)."""
     bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     allowed = bits.flatten()
     allowed[[end for end in ends if end < len(allowed)]] = 0
@@ -311,7 +311,7 @@ def _first(words: torch.Tensor, ends: frozenset[int]) -> int | None:
 
 
 def _try(grammar: Grammar, source: str) -> None:
-    """Compile a grammar in a process of its own. Some tens of milliseconds.
+    """Compile a grammar in another process. Some tens of milliseconds.
 
     Raises:
         InvalidSettingError: it does not compile there.
@@ -344,7 +344,7 @@ def _try(grammar: Grammar, source: str) -> None:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar in llguidance's own format.
+    """Return the grammar in llguidance's own format.
 
     Raises:
         Exception: it is not valid JSON, or not a valid grammar of its kind.

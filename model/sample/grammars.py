@@ -43,7 +43,7 @@ class Grammars:
         vocab_size: of the logits.
         eos_token_ids: tokens that end a text.
         config: the budgets.
-        measures: whether time is measured; of several ranks only rank 0 does.
+        measures: True if time is measured; of several ranks only rank 0 does.
         clock: processor time of the thread, in seconds.
 
     Attributes:
@@ -94,7 +94,7 @@ class Grammars:
         self._text(request)
 
     def mask(self, requests: Sequence[Request], newest: Mapping[int, int | None]) -> Tensor:
-        """The allowed tokens: int32 [requests, num_words] on the host, a bit per token.
+        """Return the allowed tokens: int32 [requests, num_words] on the host, a bit per token.
 
         Some tens of microseconds each. A text that has ended or failed allows every token.
 
@@ -115,14 +115,14 @@ class Grammars:
         return words
 
     def is_whole(self, request: Request) -> bool:
-        """Whether nothing can follow the known tokens of a request. O(new tokens)."""
+        """Return True if nothing can follow the known tokens of a request. O(new tokens)."""
         text, began_s = self._text(request), self._clock()
         text.follow(request, None)
         text.pending_s += self._clock() - began_s
         return text.matcher.is_stopped() and not text.matcher.is_error()
 
     def error(self, request: Request) -> GrammarError | None:
-        """Why the library cannot follow the text of a request any further; None: it can. O(1)."""
+        """Return the error if the library cannot follow a request's text further, or None. O(1)."""
         matcher = self._text(request).matcher
         if not matcher.is_error():
             return None
@@ -132,7 +132,7 @@ class Grammars:
         )
 
     def take_overrun(self) -> list[tuple[Request, GrammarError]]:
-        """The requests that have exceeded a budget since the last call, and which. O(requests)."""
+        """Return the requests that exceeded a budget since the last call, with it. O(requests)."""
         overrun, self._overrun = list(self._overrun.values()), {}
         return overrun
 

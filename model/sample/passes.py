@@ -33,15 +33,18 @@ class Passes(Protocol):
     """The passes over all logits."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest logit of each row, and a token that has it: [num_rows], int64 [num_rows].
+        """Return the largest logit of each row, and a token that has it.
 
         Args:
             logits: [num_rows, vocab_size]; with NaN in a row, its largest is not finite.
+
+        Returns:
+            Logits [num_rows], and tokens int64 [num_rows].
         """
         ...
 
     def top_values(self, logits: Tensor, count: int) -> Tensor:
-        """The largest logits of each row, in falling order: [num_rows, count].
+        """Return the largest logits of each row, in falling order: [num_rows, count].
 
         Args:
             logits: [num_rows, vocab_size].
@@ -52,7 +55,9 @@ class Passes(Protocol):
     def nuclear_reach(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
     ) -> Tensor:
-        """The distance of the last token that top_p leaves, up to 2**-17 more: [num_rows, 1].
+        """Return the distance of the last token that top_p leaves: [num_rows, 1].
+
+        It is at most 2**-17 more.
 
         Args:
             logits: [num_rows, vocab_size].
@@ -65,7 +70,7 @@ class Passes(Protocol):
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
     ) -> Tensor:
-        """The token of each row at its number, in the order of the ids: int64 [num_rows].
+        """Return the token of each row at its number, in the order of the ids: int64 [num_rows].
 
         Args:
             logits: [num_rows, vocab_size].
@@ -77,7 +82,7 @@ class Passes(Protocol):
         ...
 
     def log_sums(self, logits: Tensor) -> Tensor:
-        """The logarithm of each row's sum of exp: float32 [num_rows, 1].
+        """Return the logarithm of each row's sum of exp: float32 [num_rows, 1].
 
         The bits of a row do not depend on the other rows.
 
@@ -101,24 +106,24 @@ class PlainPasses:
     """The passes by PyTorch's operators. O(num_rows * vocab_size) each."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Passes`."""
+        """Return the largest logit of each row, and a token that has it."""
         best, tokens = logits.max(dim=-1)
         return best, tokens
 
     def top_values(self, logits: Tensor, count: int) -> Tensor:
-        """See `Passes`."""
+        """Return the largest logits of each row, in falling order."""
         return logits.topk(count).values
 
     def nuclear_reach(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
     ) -> Tensor:
-        """See `Passes`."""
+        """Return the distance of the last token that top_p leaves."""
         return _by_pieces(_nuclear_reach_of, logits, best, sharpness, top_p)
 
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
     ) -> Tensor:
-        """See `Passes`: first the chunk, then its token."""
+        """Return the token of each row at its number: first find its chunk, then the token."""
         vocab_size = logits.shape[-1]
         sums = _by_pieces(_chunk_sums, logits, best, sharpness, reach)
         before = sums.cumsum(dim=-1)
@@ -134,29 +139,32 @@ class PlainPasses:
         return tokens.gather(1, place).squeeze(-1)
 
     def log_sums(self, logits: Tensor) -> Tensor:
-        """See `Passes`: PyTorch adds up a row alone in another order than among others."""
+        """Return the logarithm of each row's sum of exp.
+
+        Row by row, because PyTorch adds up a row alone in another order than among others.
+        """
         rows = logits.float().split(1)  # type: ignore[no-untyped-call]
         return torch.cat([row.logsumexp(dim=-1, keepdim=True) for row in rows])
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Passes`: nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
 
 PLAIN = PlainPasses()
 
 
 def distances_of(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
-    """The distance of each token from the most likely one: float32."""
+    """Return the distance of each token from the most likely one: float32."""
     return (best - logits.float()) * sharpness
 
 
 def weights_of(distances: Tensor) -> Tensor:
-    """Integer weights as float32; 2**35 for the most likely token."""
+    """Return integer weights as float32; 2**35 for the most likely token."""
     return torch.exp(-distances).mul_(_SCALE).floor_()
 
 
 def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
-    """The weight of each chunk of `_CHUNK` tokens: float64 [num_rows, chunks]."""
+    """Return the weight of each chunk of `_CHUNK` tokens: float64 [num_rows, chunks]."""
     distances = distances_of(logits, best, sharpness)
     weights = weights_of(distances).masked_fill(distances > reach, 0.0)
     padded = nn.functional.pad(weights, (0, -weights.shape[-1] % _CHUNK))
@@ -164,7 +172,7 @@ def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) 
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each row whose sum is above the target, and the target; [num_rows, 1].
+    """Return each row's first place with a sum above the target, and the target: [num_rows, 1].
 
     A target at the very end becomes the last integer below it: a number just below 1 rounds to it.
     """
@@ -187,7 +195,7 @@ def _nuclear_reach_of(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Te
 
 
 def bin_of_mass(histogram: Tensor, target: Tensor | None, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The first bin of each row at which its mass is reached, and the mass needed inside that bin.
+    """Return each row's first bin at which its mass is reached, and the mass needed in that bin.
 
     Args:
         histogram: float64 [num_rows, bins].
@@ -205,13 +213,13 @@ def bin_of_mass(histogram: Tensor, target: Tensor | None, top_p: Tensor) -> tupl
 
 
 def reach_of_bins(coarse: Tensor, fine: Tensor) -> Tensor:
-    """The distance at the end of a fine bin inside a coarse one: float32 [num_rows, 1]."""
+    """Return the distance at the end of a fine bin inside a coarse one: float32 [num_rows, 1]."""
     reach = ((coarse << BITS) + fine + 1).float() * 2.0**-FINE
     return torch.nextafter(reach, torch.zeros_like(reach))  # excludes the start of the next bin
 
 
 def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
-    """A computation per row; each CPU core processes as many rows as fit into its caches.
+    """Compute row by row; each CPU core processes as many rows as fit into its caches.
 
     Without this, torch would split each small operation among its threads: they would wait for each
     other hundreds of times, and on a busy machine each wait may take a time slice.
@@ -226,7 +234,7 @@ def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor)
 
 @functools.cache
 def _workers(count: int) -> ThreadPoolExecutor:
-    """Threads in each of which torch uses one thread; made once."""
+    """Return a pool of threads in each of which torch uses one thread; made once."""
     workers = ThreadPoolExecutor(count, "sampler", torch.set_num_threads, (1,))
     all_are_there = threading.Barrier(count)
     list(workers.map(lambda _: all_are_there.wait(), range(count)))

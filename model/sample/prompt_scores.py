@@ -1,9 +1,9 @@
-"""How likely the tokens of prompts were: log-probabilities from the logits before each of them.
+"""The log-probabilities of prompt tokens, from the logits before each of them.
 
 Decides: that float32 copies of logits are made for a few rows at a time, so that the memory is
-bounded whatever the vocabulary; how many rows a step has is the scheduler's to bound.
+bounded whatever the vocabulary; the scheduler bounds the rows of a step.
 
-Does not know: how chunks are planned, what becomes of the numbers.
+Does not know: how chunks are planned, what the numbers are used for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class PromptScores:
     ids: Tensor
 
     def tokens(self) -> Iterator[tuple[Request, int, list[SampledToken]]]:
-        """Each request, the position of the first of its tokens, and the tokens. O(values)."""
+        """Yield requests, the position of the first of their tokens, and the tokens. O(values)."""
         values, ids, row = self.values.tolist(), self.ids.tolist(), 0
         for chunk in self.chunks:
             count, first = chunk.request.params.prompt_logprobs or 0, chunk.start + 1
@@ -50,7 +50,9 @@ class PromptScores:
 
 
 def score_prompts(chunks: Sequence[Chunk], logits: Tensor) -> PromptScores:
-    """How likely the tokens after the scored ones of these chunks are. O(rows * vocab_size).
+    """Return the log-probabilities of the tokens after these chunks' scored ones.
+
+    O(rows * vocab_size).
 
     Args:
         chunks: of a step.
@@ -71,6 +73,6 @@ def score_prompts(chunks: Sequence[Chunk], logits: Tensor) -> PromptScores:
 
 
 def _following(chunk: Chunk) -> list[int]:
-    """The prompt tokens after the scored ones."""
+    """Return the prompt tokens after the scored ones."""
     first = chunk.start + 1
     return chunk.request.tokens[first : first + chunk.num_scored].tolist()

@@ -73,7 +73,7 @@ class Drawn:
             self._copied.record()
 
     def read(self) -> list[int | None]:
-        """The tokens, once the device has computed them. O(num_rows).
+        """Return the tokens, once the device has computed them. O(num_rows).
 
         None for a row that holds NaN, +inf or only -inf.
         """
@@ -89,7 +89,7 @@ class Drawn:
         return tokens
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Log-probabilities of each row that asks, once `read` has returned. O(rows)."""
+        """Return log-probabilities of each row that asks, once `read` has returned. O(rows)."""
         return {} if self._logprobs is None else self._logprobs.logprobs()
 
 
@@ -99,7 +99,7 @@ class RequestSampler:
     Args:
         vocab_size: of the logits.
         device: of the logits.
-        seed: for requests without a seed of their own.
+        seed: for requests that have no seed.
         grammars: structured outputs.
         ranks: the processes with the same logits; rank 0's tokens count. None: only this one.
     """
@@ -186,7 +186,7 @@ class RequestSampler:
         self._grammars.discard(request)
 
     def _terms_of(self, sampling: tuple[Request, ...], *, has_graphs: bool) -> "_StepTerms":
-        """What the requests of a step ask for. O(requests)."""
+        """Return the rows of a step's requests by the way they are sampled. O(requests)."""
         drawing: list[int] = []
         apart: list[int] = []
         logprob_rows: list[int] = []
@@ -236,15 +236,15 @@ class RequestSampler:
 
 @dataclass(frozen=True, slots=True)
 class _StepTerms:
-    """What the requests of a step ask for.
+    """The rows of a step's requests by the way they are sampled.
 
     Attributes:
         sampling: the requests.
-        has_graphs: whether there are captured draws.
+        has_graphs: True if there are captured draws.
         drawing: the requests that draw.
         drawing_rows: their rows.
-        streams: where their numbers start.
-        is_apart: which of them no graph draws.
+        streams: the start of each one's random numbers.
+        is_apart: True for those that no graph draws.
         captured: terms of the rows that a graph draws; None: there are none.
         apart: all other rows that draw or are changed; None: there are none.
         logprob_rows: rows that ask for log-probabilities; None: there are none.
@@ -283,7 +283,7 @@ class _Apart:
         newest: Callable[[], Mapping[int, int | None]],
         passes: Passes,
     ) -> tuple[Tensor, Tensor]:
-        """The largest logit and the token of each row. O(num_apart * vocab_size).
+        """Return the largest logit and the token of each row. O(num_apart * vocab_size).
 
         Args:
             logits: of all rows of the step.
@@ -305,7 +305,7 @@ class _Apart:
         return best, tokens
 
     def put(self, whole: Tensor, own: Tensor) -> Tensor:
-        """The values of all rows, with those of these rows replaced."""
+        """Return the values of all rows, with those of these rows replaced."""
         return own if self.rows is None else whole.to(own.dtype).index_put((self.rows,), own)
 
     def count(self, tokens: Tensor) -> None:
@@ -384,7 +384,7 @@ class _Changes:
         most_likely: tuple[Tensor, Tensor],
         newest: Callable[[], Mapping[int, int | None]],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The changed logits, float32, and the largest of each row. O(rows * vocab_size)."""
+        """Return the changed logits, float32, and the largest of each row. O(rows * vocab_size)."""
         some = logits.float() if self._is_all else logits[self._rows].float()
         if some is logits:
             some = logits.clone()
@@ -413,7 +413,7 @@ class _Changes:
         )
 
     def _barred_now(self, newest: Callable[[], Mapping[int, int | None]]) -> list[tuple[int, int]]:
-        """The tokens that may not follow those that there are, each with its row."""
+        """Return the tokens that may not follow those that there are, each with its row."""
         barred = [
             (place, token)
             for place, request in self._young
@@ -437,7 +437,7 @@ class _Changes:
 def _places_of(
     pairs: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Rows and tokens as an index; None: there are none. O(pairs)."""
+    """Return rows and tokens as an index; None: there are none. O(pairs)."""
     if not pairs:
         return None
     at, tokens = zip(*pairs, strict=True)
@@ -447,7 +447,7 @@ def _places_of(
 def penalised(
     logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Logits with penalties for tokens that occur already. O(rows * vocab_size).
+    """Return logits with penalties for tokens that occur already. O(rows * vocab_size).
 
     Args:
         logits: float32 [num_rows, vocab_size].
@@ -464,7 +464,7 @@ def penalised(
 
 
 def masked(logits: Tensor, words: Tensor) -> Tensor:
-    """Logits of the allowed tokens, -inf for all others. O(rows * vocab_size).
+    """Return logits of the allowed tokens, -inf for all others. O(rows * vocab_size).
 
     Args:
         logits: [num_rows, vocab_size].
@@ -476,7 +476,7 @@ def masked(logits: Tensor, words: Tensor) -> Tensor:
 
 
 class _TokenCounts:
-    """How often each request has each token, for requests whose logits depend on it."""
+    """The counts of each token in each request, for requests whose logits depend on them."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
@@ -485,7 +485,7 @@ class _TokenCounts:
         self._free: list[int] = []
 
     def of(self, requests: Sequence[Request]) -> Tensor:
-        """The counts as `penalised` takes them: int32 [requests, vocab_size].
+        """Return the counts as `penalised` takes them: int32 [requests, vocab_size].
 
         O(requests * vocab_size), and O(tokens) for a new request.
         """
@@ -545,13 +545,13 @@ class _LogprobRows:
         self._index = index_of(rows, device)
 
     def compute(self, logits: Tensor, tokens: Tensor) -> "_StepLogprobs":
-        """The log-probabilities. O(rows * vocab_size)."""
+        """Compute the log-probabilities. O(rows * vocab_size)."""
         values, ids = log_probabilities(logits[self._index], tokens[self._index], max(self._counts))
         return _StepLogprobs(self._rows, self._counts, values, ids)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens and of the `num_tops` most likely ones; ids of those.
+    """Return log-probabilities of the tokens and of the `num_tops` most likely ones; ids of those.
 
     float32 [num_rows, 1 + num_tops] and int64 [num_rows, num_tops]. O(num_rows * vocab_size).
     """
@@ -567,7 +567,7 @@ class _StepLogprobs:
 
     Attributes:
         rows: of the step.
-        counts: how many of the most likely each row asks for.
+        counts: the number of most likely tokens that each row asks for.
         values: float32 [num_rows, 1 + the largest count].
         ids: int64 [num_rows, the largest count].
     """
@@ -578,11 +578,11 @@ class _StepLogprobs:
     ids: Tensor
 
     def to_host(self) -> "_StepLogprobs":
-        """A copy on its way to the host. O(bytes)."""
+        """Return a copy on its way to the host. O(bytes)."""
         return _StepLogprobs(self.rows, self.counts, to_host(self.values), to_host(self.ids))
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """By row. O(values)."""
+        """Return the log-probabilities by row. O(values)."""
         lists = zip(self.rows, self.counts, self.values.tolist(), self.ids.tolist(), strict=True)
         return {
             row: (values[0], tuple(zip(ids[:count], values[1:], strict=False)))
@@ -591,6 +591,6 @@ class _StepLogprobs:
 
 
 def to_host(content: Tensor) -> Tensor:
-    """A copy in page-locked memory, complete once the stream has come so far. O(bytes)."""
+    """Return a copy in page-locked memory, complete once the stream has come so far. O(bytes)."""
     host = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
     return host.copy_(content, non_blocking=True)

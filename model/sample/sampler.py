@@ -37,11 +37,11 @@ from model.sample.passes import PLAIN, Passes, distances_of, weights_of
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is drawn.
+    """The terms by which one row is drawn.
 
     Attributes:
         params: temperature, top_k, top_p and min_p.
-        stream: 64 bits, where the numbers of the request start.
+        stream: 64 bits, the start of the request's random numbers.
         index: the number of the token in the output of its request, from 0.
     """
 
@@ -50,14 +50,14 @@ class Draw:
     index: int
 
     def uniform(self) -> float:
-        """A number in [0, 1) that depends only on `stream` and `index`. O(1)."""
+        """Return a number in [0, 1) that depends only on `stream` and `index`. O(1)."""
         return float(uniforms(np.array([self.stream], np.uint64), np.array([self.index]))[0])
 
 
 def stream_of(seed: int | None, engine_seed: int, request_id: int, sample: int = 0) -> int:
-    """Where the numbers of a request start: 64 bits. O(1).
+    """Return the start of a request's random numbers: 64 bits. O(1).
 
-    A hash of its own seed and the number of the sample, or of the engine's seed and the id of the
+    A hash of its seed and the number of the sample, or of the engine's seed and the id of the
     request. Hashing makes requests with close seeds independent.
     """
     parts = (0, seed, sample) if seed is not None else (1, engine_seed, request_id)
@@ -65,7 +65,7 @@ def stream_of(seed: int | None, engine_seed: int, request_id: int, sample: int =
 
 
 def uniforms(streams: NDArray[np.uint64], indexes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each stream the number at its index, in [0, 1), by SplitMix64. O(streams)."""
+    """Return for each stream the number at its index, in [0, 1), by SplitMix64. O(streams)."""
     mixed = streams + (indexes.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -93,13 +93,13 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class DrawTerms:
-    """How the rows of a step draw: columns on the device, an entry for each row that draws.
+    """The terms by which a step's rows are drawn: columns on the device, an entry a drawn row.
 
     Attributes:
-        rows: int64 [num_draws], which rows of the logits; None: all.
+        rows: int64 [num_draws], the rows of the logits; None: all.
         sharpness: float32 [num_draws, 1], 1 / temperature.
         reach: float32 [num_draws, 1], the largest distance from the most likely token (min_p).
-        cuts: of these rows.
+        cuts: the cuts of these rows.
     """
 
     rows: Tensor | None
@@ -115,7 +115,7 @@ def draw_terms(
     vocab_size: int,
     device: torch.device,
 ) -> DrawTerms:
-    """The terms of the rows that draw. O(rows).
+    """Return the terms of the rows that draw. O(rows).
 
     Args:
         rows: of the logits, in order.
@@ -153,12 +153,12 @@ def draw_terms(
 
 
 def sharpness_of(params: SamplingParams) -> float:
-    """1 / temperature, for a temperature above 0. O(1)."""
+    """Return 1 / temperature, for a temperature above 0. O(1)."""
     return min(max(1 / params.temperature, 1e-30), 1e30)
 
 
 def reach_of(params: SamplingParams) -> float:
-    """The largest distance from the most likely token that min_p allows. O(1)."""
+    """Return the largest distance from the most likely token that min_p allows. O(1)."""
     return -math.log(params.min_p) if params.min_p else math.inf
 
 
@@ -196,7 +196,7 @@ def choose(
     numbers: Tensor,
     passes: Passes = PLAIN,
 ) -> Tensor:
-    """The tokens of all rows: drawn for the rows of `terms`, the most likely for all others.
+    """Return the tokens of all rows: drawn for the rows of `terms`, the most likely for all others.
 
     O(num_draws * vocab_size).
 
@@ -220,7 +220,7 @@ def choose(
 
 
 def furthest(logits: Tensor, best: Tensor, terms: DrawTerms, passes: Passes = PLAIN) -> Tensor:
-    """The largest distance of a token that may be drawn: float32 [num_draws, 1].
+    """Return the largest distance of a token that may be drawn: float32 [num_draws, 1].
 
     O(num_draws * vocab_size).
 
@@ -247,7 +247,7 @@ def furthest(logits: Tensor, best: Tensor, terms: DrawTerms, passes: Passes = PL
 
 @functools.cache
 def passes_for(device_type: str) -> Passes:
-    """The passes for a type of device: on a GPU its kernels, imported on first use."""
+    """Return the passes for a type of device: on a GPU its kernels, imported on first use."""
     if device_type != "cuda":
         return PLAIN
     passes: Passes = model.sample.draw_kernels.GpuPasses()
@@ -255,7 +255,7 @@ def passes_for(device_type: str) -> Passes:
 
 
 def _ranked_reach(tops: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Tensor:
-    """The distance of the last token that top_k, then top_p leave: [num_rows, 1]; or inf."""
+    """Return the distance of the last token that top_k, then top_p leave: [num_rows, 1]; or inf."""
     distances = distances_of(tops, best, sharpness)
     ranks = torch.arange(cut.most, device=tops.device)
     weights = weights_of(distances).double().masked_fill(ranks >= cut.top_k, 0.0)
@@ -268,11 +268,11 @@ def _ranked_reach(tops: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Te
 def column(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """One number per row: [num_rows, 1]; the copy may still run on return. O(num_rows)."""
+    """Return one number per row: [num_rows, 1]; the copy may still run on return. O(num_rows)."""
     made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").unsqueeze(-1)
     return made.to(device, non_blocking=True)
 
 
 def index_of(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Rows as an index: int64 [num_rows]. O(num_rows)."""
+    """Return rows as an index: int64 [num_rows]. O(num_rows)."""
     return column(rows, device, torch.int64).squeeze(-1)

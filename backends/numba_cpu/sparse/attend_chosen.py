@@ -1,4 +1,4 @@
-"""Attention to chosen tokens on a CPU: each query row is a sequence of its own, in blocks of one.
+"""Attention to chosen tokens on a CPU: each query row is a sequence, in blocks of one token.
 
     entry[t, i] = block_table[s, p // block_size] * first + p % block_size * second
     p = chosen[t, i]

@@ -186,7 +186,7 @@ def _kernel(source_digest: int) -> Callable[..., None]:
 
 
 class StatePlan(NamedTuple):
-    """What is known of calls with one signature."""
+    """The checked arguments of all calls with one signature."""
 
     tags: tuple[Tag, Tag, Tag]  # of rows, of decays, of states
     strides: tuple[int, ...]  # token and head of query, key, value, decay, beta and out

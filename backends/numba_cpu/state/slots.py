@@ -1,4 +1,4 @@
-"""Which states a batch reads and writes, checked before the first byte is written.
+"""The states that a batch reads and writes, checked before the first byte is written.
 
 Compiled code from here is part of `SOURCE_DIGEST`, see `bits`.
 """

@@ -54,7 +54,7 @@ class Shared:
     tile: int
     """Keys, of which a part is a multiple."""
     now: Tensor | None
-    """See `SharedPrefix`."""
+    """`SharedPrefix.now` of the batch."""
     partial: Tensor | None
     """float32: parts [chunks, num_seqs, num_q_heads, head_dim], lses [chunks, num_seqs, ...]."""
 
@@ -188,7 +188,7 @@ def _walk_prefix(
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     layer: Layer
     rows: int
@@ -256,7 +256,7 @@ def worth() -> tuple[int, int, int]:
 
 
 def pays(cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> bool:
-    """Whether the bytes not read again are worth a launch and a merge; as measured.
+    """Return True if the bytes that are read once save more than a launch and a merge cost.
 
     Never with a window, which leaves most of a long prefix out of sight, nor for more sequences
     than are planned, nor in a batch without decode.

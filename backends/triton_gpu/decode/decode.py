@@ -175,7 +175,7 @@ def _attend_chunk(
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     layer: Layer
     cut: Cut
@@ -210,7 +210,7 @@ def plan_decode(
     most: int = 1,
     shared: Shared = NOT_SHARED,
 ) -> Plan:
-    """How to decode this batch's sequences of up to `most` query tokens, and others of its shape.
+    """Return the launches for sequences of up to `most` query tokens, in batches of this shape.
 
     Arguments have been checked.
     """

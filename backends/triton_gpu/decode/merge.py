@@ -26,8 +26,8 @@ from backends.triton_gpu.shared.softmax import add_tile
 
 WARPS = 2
 MANY_WARPS = 4
-"""Where there are many sequences, of which one may have most of the parts, and for pieces of rows
-that are wide, or of the rows of one sequence."""
+"""For many sequences, of which one may have most of the parts, and for pieces of rows that are
+wide, or of the rows of one sequence."""
 MANY_SEQS = 64
 MANY_PROGRAMS = 2100
 """More would start one after the other; then a program takes several heads."""
@@ -197,7 +197,7 @@ def _merge_parts(
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     cut: Cut
     o_head: int
@@ -232,7 +232,7 @@ def plan_merge(
     most: int,
     shared: Shared,
 ) -> Launch:
-    """How to merge sequences that `decode` or `latent` has cut so."""
+    """Return the launch that merges the parts that `decode` or `latent` leaves."""
     num_heads, head_dim = out.shape[1:]
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
     width = whole = power_of_two(head_dim)

@@ -1,4 +1,4 @@
-"""How many parts each sequence's keys are cut into for decode: the plan, made on the GPU.
+"""The number of parts that each sequence's keys are cut into for decode, planned on the GPU.
 
 Planned for the batch, so that all sequences together give each KV head about `target` programs, as
 many as the GPU runs at a time, and never more than num_seqs + FINER * target:
@@ -47,7 +47,7 @@ ALIKE_MOST = tl.constexpr(32)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What the host knows of the plan: it depends on the batch's shape, not on its lengths."""
+    """The part of the plan that the host knows: it depends on the batch's shape alone."""
 
     target: int
     """Parts wanted a KV head, and the most that one of equal sequences gets; 0: nothing is cut."""
@@ -72,12 +72,12 @@ class Grid:
 
     @property
     def splits(self) -> bool:
-        """Whether a sequence may get several parts."""
+        """True if a sequence may get several parts."""
         return self.alike or self.vector > 0
 
 
 class Cut(NamedTuple):
-    """What kernels that work the plan out are compiled for."""
+    """The compile-time values of the kernels that compute the plan."""
 
     tile: int
     """Keys."""
@@ -90,7 +90,7 @@ class Cut(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """What the plan is worked out from, in a kernel."""
+    """The inputs of the plan, in a kernel."""
 
     query_start_loc: tl.tensor
     """int32 [num_seqs + 1]."""

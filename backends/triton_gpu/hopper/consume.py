@@ -116,7 +116,7 @@ def _soften(
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """(weights, highest logits in base 2, totals, what earlier sums are multiplied by).
 
-    A row sees the columns up to its `last`; over an e4m3 cache it has a `scale` of its own.
+    A row sees the columns up to its `last`; over an e4m3 cache it has a `scale` too.
     """
     factor = scale * LOG2E
     if FORM.has_cap:

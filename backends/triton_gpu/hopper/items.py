@@ -13,7 +13,7 @@ middle is seen whole by all rows; the ones before it hold the diagonal, and with
 after it hold its edge: only these need a mask.
 
 Where items are too few for the programs and contexts long (SPLIT), an item's tiles are cut into
-pieces of about equal length, each an item of its own that leaves a part to `merge`. Their
+pieces of about equal length, each an item that leaves a part to `merge`. Their
 number is that of the list, or for one sequence the one of `count_work` that takes the fewest
 steps, as a round of all programs takes as long as its longest item.
 
@@ -100,7 +100,7 @@ class Rings(NamedTuple):
 
 
 class Land(NamedTuple):
-    """Where values land: in their ring, or in bytes before they are widened."""
+    """The places where values land: in their ring, or in bytes before they are widened."""
 
     tiles: gl.tensor
     full: gl.tensor
@@ -108,7 +108,7 @@ class Land(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the programs work on."""
+    """The numbers of items, of tiles and of their pieces."""
 
     items: gl.tensor
     """Of this program."""
@@ -132,7 +132,7 @@ class Item(NamedTuple):
     first: gl.tensor
     """Position of the sequence's first query token."""
     part: gl.tensor
-    """Which slice of the heads."""
+    """The slice of the heads."""
     piece: gl.tensor
     pieces: gl.tensor
     number: gl.tensor
@@ -140,7 +140,7 @@ class Item(NamedTuple):
 
 @gluon_function
 def count_work(given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
-    """What this program and all others work on."""
+    """Return the number of this program's items, and the tiles and pieces of all programs."""
     if FORM.planned:
         tiles = gl.load(given.work)
         pieces = tiles * 0 + 1

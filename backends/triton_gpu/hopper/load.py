@@ -2,8 +2,8 @@
 
 Rings of tiles in shared memory, each with two barriers: `full` says that a tile has landed, `empty`
 that all groups of consumers are done with it. One copy a block of the cache (or a tile's part of a
-block), K and V in turn. Where the ring of K holds fewer tails than tiles, each tail has a `full`
-barrier of its own. Where only one item's rows fit, the next item's rows are copied after the first
+block), K and V in turn. Where the ring of K holds fewer tails than tiles, each tail has another
+`full` barrier. Where only one item's rows fit, the next item's rows are copied after the first
 tiles of its keys and values, which find room earlier. Entries of the table past what the rows see
 are never read; the nearest entry stands in, since the mask takes its keys away.
 

@@ -1,4 +1,4 @@
-"""How Hopper's prefill adds the pieces of cut items up, when all programs have left theirs.
+"""The merge of Hopper's prefill: it adds the pieces of cut items up once all programs are done.
 
     out[h] = sum_c 2^(lse_c - top) part_c / sum_c 2^(lse_c - top),  top = max_c lse_c
 

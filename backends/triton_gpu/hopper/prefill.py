@@ -55,7 +55,7 @@ ROWS = 2 * int(HALF.value)
 LONG = 1024
 """Keys of a sequence below which cutting them gains nothing."""
 GAIN = 1.125
-"""As many rows as two groups multiply, three multiply in the same time."""
+"""Three groups multiply this many times the rows of two groups in the same time."""
 LONGEST = 1 << 20
 """Tokens of a sequence for which items are cut where that must not depend on the batch."""
 MOST_CAP = 512.0
@@ -202,7 +202,7 @@ def _attend(
 
 
 class Shape(NamedTuple):
-    """How the kernel is cut for a head_dim."""
+    """The sizes by which the kernel is cut for a head_dim."""
 
     width: int
     """head_dim as it lies in shared memory, or the larger part of it."""
@@ -259,7 +259,7 @@ class Shape(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     token_stride: int
     """Of out."""
@@ -381,7 +381,7 @@ def _count_items(group: int, pack: int, query_len: int, rows: int) -> int:
 def can_attend(
     place: Place, query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
 ) -> bool:
-    """Whether this path serves the call; `prefill/prefill.py` serves every other.
+    """Return True if this path serves the call; `prefill/prefill.py` serves every other.
 
     It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or, of
     bfloat16 queries, of e4m3; head_dim 40 to 256, of e4m3 to 128, in steps of 16 bytes; block_size
@@ -406,12 +406,12 @@ def can_attend(
 
 
 def is_large_cap(terms: AttentionTerms) -> bool:
-    """Whether the soft cap is one that this kernel would apply with too large an error."""
+    """Return True if this kernel would apply the soft cap with too large an error."""
     return terms.soft_cap is not None and terms.soft_cap > MOST_CAP
 
 
 def _can_divide(query: Tensor, cache: KVCache) -> bool:
-    """Whether e4m3 products serve: float16 wants sharper sums than the matrix unit's over e4m3."""
+    """Return True if e4m3 products serve; for float16 the matrix unit's sums are too coarse."""
     return (
         cache.k.dtype == torch.float8_e4m3fn
         and query.dtype == torch.bfloat16
@@ -420,7 +420,7 @@ def _can_divide(query: Tensor, cache: KVCache) -> bool:
 
 
 def can_copy(tensor: Tensor) -> bool:
-    """Whether the copy engine reads a tensor's rows, and slots of a cache, as they lie."""
+    """Return True if the copy engine reads a tensor's rows, and slots of a cache, as they lie."""
     *outer, token, head, _ = tensor.stride()
     return (
         tensor.data_ptr() % 16 == 0
@@ -493,7 +493,7 @@ def plan_attend(
     out: Tensor,
     terms: AttentionTerms,
 ) -> Plan:
-    """How to attend a batch of this shape; see `can_attend`."""
+    """Return the launches for a batch of this shape; see `can_attend`."""
     device, (num_heads, head_dim) = query.device, query.shape[1:]
     block_size, num_kv_heads = cache.k.shape[1:3]
     group = num_heads // num_kv_heads

@@ -1,4 +1,4 @@
-"""How Hopper's prefill leaves an item's rows: divided and rounded in `out`, or as parts to merge.
+"""The stores of Hopper's prefill: an item's rows go, divided and rounded, to `out`, or as parts.
 
 Rows go to `out` by way of the shared memory that q lay in, so that 16 bytes are stored at a time.
 Where that is wanted early for the next item's q (`Shape.direct`), lanes exchange numbers instead.
@@ -16,7 +16,7 @@ from backends.triton_gpu.hopper.items import HALF, find_rows, gluon_function
 
 
 class State(NamedTuple):
-    """What a group has of its rows so far."""
+    """The running sums of a group's rows."""
 
     weights: gl.tensor
     """Of the last tile of keys, whose values are not yet in the sums."""

@@ -76,7 +76,7 @@ class _Tiles(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """What a program attends: the keys begin .. end - 1, with rows from this token on."""
+    """The share of a program: the keys begin .. end - 1, with rows from this token on."""
 
     begin: gl.tensor
     end: gl.tensor
@@ -90,7 +90,7 @@ class _Keys(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Where a program's rows come from and go to."""
+    """The sources and the targets of a program's rows."""
 
     query: gl.tensor
     q_stride: gl.tensor
@@ -205,7 +205,7 @@ def _walk(
 def _limits(
     keys: gl.tensor, ROWS: gl.constexpr, HEADS: gl.constexpr, OFFSET: gl.constexpr
 ) -> gl.tensor:
-    """How many keys each row sees from the first on; a group's rows start at OFFSET."""
+    """Return the number of keys that each row sees from the first on; rows start at OFFSET."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     row = OFFSET + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     return keys.length - keys.query_len + 1 + keys.token + row // HEADS
@@ -370,7 +370,7 @@ class Registers(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     layer: Layer
     cut: Cut
@@ -382,14 +382,17 @@ class Form(NamedTuple):
 
     @property
     def registers(self) -> Registers:
-        """Few rows leave a multiprocessor 16,384, which a program of the merge takes."""
+        """The registers of a thread, by the work of its warps.
+
+        Few rows leave a multiprocessor 16,384, which a program of the merge takes.
+        """
         if self.rows >= ROWS_OF_LARGE_SUMS:
             return Registers(multiply=200, copy=96, launch=168)
         return Registers(multiply=144, copy=96, launch=128)
 
 
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
-    """Whether this path serves the call; the portable kernel of `latent` serves every other.
+    """Return True if this path serves the call; the portable kernel of `latent` serves all others.
 
     It takes a GPU of compute capability 9.x; 16-bit queries and latents of the same dtype, of 512
     or 256 or 128 values and 64 more numbers.

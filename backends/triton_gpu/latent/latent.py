@@ -277,12 +277,12 @@ class Plan:
     merge: Launch | None
     tile: Launch
     order: Order | None
-    """What lists the tiles, for a kernel that reads a list."""
+    """The kernel that lists the tiles; None: the tiles need no list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a kernel is cut."""
+    """The sizes by which a kernel is cut."""
 
     tile: int
     """Keys."""
@@ -294,7 +294,7 @@ class Shape:
 
 
 class Form(NamedTuple):
-    """What the portable kernels are compiled for."""
+    """The compile-time values of the portable kernels."""
 
     layer: Layer
     tile: int
@@ -354,7 +354,7 @@ def plan_latents(
     out: Tensor,
     terms: AttentionTerms,
 ) -> Plan:
-    """How to attend over latents in this batch and others of its shape; arguments are checked."""
+    """Return the launches for this batch and others of its shape; arguments are checked."""
     num_heads, value_dim = out.shape[1:]
     longest, block_size = batch.max_query_len, cache.k.shape[1]
     most = longest if longest * num_heads <= MOST_ROWS else 1

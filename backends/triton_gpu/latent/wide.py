@@ -86,7 +86,7 @@ class _Tiles(NamedTuple):
     weights: gl.tensor
     """Of one tile."""
     scales: gl.tensor
-    """What a row's earlier sums are multiplied by, and at the end the result."""
+    """The factors of the rows' earlier sums, and at the end of the results."""
     ready: gl.tensor
     """Barriers: the queries are there."""
     free: gl.tensor
@@ -110,7 +110,7 @@ class _Half(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a program attends: the keys begin .. end - 1 of a sequence, rows from a token on."""
+    """The share of a program: the keys begin .. end - 1 of a sequence, rows from a token on."""
 
     table: gl.tensor
     begin: gl.tensor
@@ -132,7 +132,7 @@ class _Work(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What each warp finds its program's work by, of tiles of tokens."""
+    """The arguments from which each warp reads its program's work, of tiles of tokens."""
 
     tables: gl.tensor
     table_stride: gl.tensor
@@ -144,7 +144,7 @@ class _Call(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """Where results go."""
+    """The targets of a program's results."""
 
     out: gl.tensor
     sinks: gl.tensor
@@ -476,7 +476,7 @@ def _store(
 def _attend(
     boxes: gl.tensor, work: gl.tensor, call: gl.tensor, target: gl.tensor, FORM: gl.constexpr
 ) -> None:
-    """What both kernels do once they know their work."""
+    """Attend to the program's keys, once its work is known: the common part of both kernels."""
     q_wide, q_rest, c_wide, c_rest = boxes
     HALF: gl.constexpr = FORM.half
     REST: gl.constexpr = FORM.layer.rest_dim
@@ -575,7 +575,7 @@ def attend_tile(
 
 
 class Form(NamedTuple):
-    """What the kernels are compiled for."""
+    """The compile-time values of the kernels."""
 
     layer: Layer
     heads: int
@@ -594,12 +594,12 @@ class Form(NamedTuple):
 
     @property
     def cuts(self) -> bool:
-        """A program has one part; otherwise tiles of tokens."""
+        """True if a program has one part; otherwise it has tiles of tokens."""
         return self.cut is not None
 
     @property
     def half(self) -> int:
-        """Numbers of a value that a group has."""
+        """The numbers of a value that a group has."""
         return self.layer.head_dim // 2
 
     @property
@@ -615,7 +615,7 @@ class Form(NamedTuple):
     def _sums(
         self, first: tuple[int, ...], lanes: tuple[int, ...], then: int
     ) -> gl.DistributedLinearLayout:
-        """How columns lie: these in a thread's first registers, in lanes, and from `then` on."""
+        """Return a layout of columns: some in a thread's first registers, in lanes, then more."""
         rest = [then << i for i in range((self.half // then).bit_length() - 1)]
         registers = [*([0, n] for n in first), [8, 0], *([0, n] for n in rest)]
         across = [*([0, n] for n in lanes), [1, 0], [2, 0], [4, 0]]
@@ -635,7 +635,7 @@ class Form(NamedTuple):
 
 
 def heads_a_program(num_heads: int) -> int:
-    """As many as there are, as a power of two, or as there are rows."""
+    """Return the heads of a program: all, as a power of two, but at most its rows."""
     return min(ROWS, power_of_two(num_heads))
 
 
@@ -645,13 +645,13 @@ def slices_of(num_heads: int) -> int:
 
 
 def form_of(layer: Layer, cache: KVCache, out: Tensor, cut: Cut | None, *, chained: bool) -> Form:
-    """What a kernel for such a layer is compiled for."""
+    """Return the compile-time values of a kernel for such a layer."""
     slots = cache.k.stride(0) // cache.k.stride(1)
     return Form(layer, heads_a_program(layer.num_heads), slots, out.stride(0), cut, chained)
 
 
 def boxes_of(form: Form, query: Tensor, cache: KVCache) -> tuple[Box, ...]:
-    """How the copy engine sees the query and the latents."""
+    """Return the boxes in which the copy engine reads the query and the latents."""
     k, boxes = cache.k, []
     for tensor, shape, strides, size in (
         (query, query.shape, query.stride(), (form.tokens, form.heads)),
@@ -664,7 +664,7 @@ def boxes_of(form: Form, query: Tensor, cache: KVCache) -> tuple[Box, ...]:
 
 
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
-    """Whether these kernels serve the call; `hopper` or `latent` serves every other.
+    """Return True if these kernels serve the call; `hopper` or `latent` serves every other.
 
     It takes what `hopper` does, a block_size that is a power of two from 8, and what the copy
     engine asks for: addresses and strides in steps of 16 bytes, blocks a whole number of slots

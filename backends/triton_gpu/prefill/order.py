@@ -8,7 +8,7 @@ time is about as long. So
 
     rank = tiles of the sequences that are longer, or as long and before + tiles ahead in its own
 
-and each tile finds its own rank, in a program of its own: no sorting. The list of work is int32
+and each tile finds its rank in a separate program: no sorting. The list of work is int32
 [ENTRY + ENTRY * ranks]: the number of ranks, a zero (COUNTER), then for each rank (sequence, first
 row, tokens, position of the first, keys of the sequence, position of its first query token, piece,
 pieces). Sequences of fewer than `shortest` query tokens are left out.
@@ -39,7 +39,7 @@ from backends.triton_gpu.shared.rows import sequence_of_tile
 ENTRY = tl.constexpr(8)
 """int32 a rank in the list of work, and ahead of it."""
 COUNTER = tl.constexpr(1)
-"""Where in the list the number stands by which programs meet."""
+"""The place in the list of the counter by which programs meet."""
 WAVES = tl.constexpr(4)
 ITEM_STEPS = tl.constexpr(3)
 MERGE_STEPS = tl.constexpr(2)
@@ -66,7 +66,7 @@ def find_tile(
 
 
 class _Batch(NamedTuple):
-    """What the order is made of."""
+    """The inputs of the order."""
 
     query_start_loc: tl.tensor
     seq_lens: tl.tensor
@@ -210,10 +210,10 @@ def _rank(
 
 
 class Cut(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time values of the kernel."""
 
     tokens: int
-    """As in `Items`, up to `split`."""
+    """`Items.tokens`; `slices`, `tile` and `split` are those of `Items` too."""
     slices: int
     tile: int
     has_window: bool
@@ -224,7 +224,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """How a batch is cut, as far as its shape says."""
+    """The sizes by which a batch is cut, as far as they follow from its shape."""
 
     tokens: int
     """Query tokens a tile."""
@@ -237,11 +237,11 @@ class Items:
     programs: int
     """That share the items."""
     split: bool
-    """Whether keys may be cut."""
+    """True if the keys of a tile may be cut into several items."""
 
     @property
     def ranks(self) -> int:
-        """At most: each wave has room for one item a program, and each tile has one rank."""
+        """The most ranks: each wave has room for one item a program, and each tile has one rank."""
         waves = int(WAVES.value) if self.split else 0
         return self.tiles + waves * self.programs // self.slices
 
@@ -253,7 +253,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What makes the list of work for batches of one shape that are cut alike."""
+    """The launch that lists the work, for batches of one shape that are cut alike."""
 
     variant: Variant
     grid: tuple[int, int, int]
@@ -266,7 +266,7 @@ class Order:
 
 
 def plan_order(place: Place, device: torch.device, items: Items, *, has_window: bool) -> Order:
-    """How to order batches that are cut like this."""
+    """Return the launch that orders batches that are cut like this."""
     cut = Cut(items.tokens, items.slices, items.tile, has_window, items.split, SEQS)
     variant = _rank.variant(place, device, (), (cut,), num_warps=1)
     grid = (items.tiles, 1, 1)

@@ -184,7 +184,7 @@ def _attend(
 
 
 class Form(NamedTuple):
-    """What the portable kernel is compiled for."""
+    """The compile-time values of the portable kernel."""
 
     layer: Layer
     o_token: int
@@ -203,7 +203,7 @@ def plan_prefill(
     out: Tensor,
     terms: AttentionTerms,
 ) -> Launch:
-    """How to prefill a batch of this shape."""
+    """Return the launch that prefills a batch of this shape."""
     num_kv_heads = cache.k.shape[2]
     group = query.shape[1] // num_kv_heads
     longest = LONG if terms.batch_invariant else batch.max_query_len

@@ -1,1 +1,1 @@
-"""What all kernels of this backend share: launching, a layer's compile-time values, the softmax."""
+"""The common part of this backend's kernels: launches, layers' compile-time values, softmax."""

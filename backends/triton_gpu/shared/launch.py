@@ -9,8 +9,8 @@ specialised by value (those not declared as integers are refused), index tensors
 the contract and are not specialised by alignment, and floats never are. Kernels see tensors of
 float8_e4m3fn as bytes.
 
-What Hopper's copy engine reads is given as a `Box`: how a tensor is seen, in boxes of some size.
-What the driver makes of that is kept by the tensor's address. Where Triton's launcher is one that
+Hopper's copy engine reads a tensor in boxes of some size, which a `Box` describes. The descriptor
+that the driver makes of it is kept by the tensor's address. Where Triton's launcher is one that
 is known (`shorten`), the compiled function in it is called, without the Python around it.
 
 In the interpreter nothing is compiled, but the same variants are counted, so that tests without a
@@ -63,7 +63,7 @@ class Run(Protocol):
 
 
 class Compiled(Protocol):
-    """What Triton's launch returns: a kernel in the GPU, whose `run` takes fewer detours."""
+    """A kernel in the GPU, as Triton's launch returns it; its `run` takes fewer detours."""
 
     run: Run
     function: int
@@ -71,7 +71,7 @@ class Compiled(Protocol):
 
 
 class Boxes(NamedTuple):
-    """A tensor as the copy engine reads it; what kernels are launched with in Triton's place."""
+    """A tensor as the copy engine reads it; kernels take it in place of Triton's descriptor."""
 
     base: Tensor
     shape: tuple[int, ...]
@@ -82,14 +82,14 @@ class Boxes(NamedTuple):
     round_f32_to_tf32: bool = False
 
     def described(self) -> TensorDescriptor:
-        """As Triton chooses kernels by."""
+        """Return the descriptor by which Triton chooses kernels."""
         sizes = (list(self.shape), list(self.strides), list(self.block_shape))
         return TensorDescriptor(self.base, *sizes, self.layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Box:
-    """What the copy engine needs to know of a tensor beside its address."""
+    """The description of a tensor that the copy engine needs, without its address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -99,14 +99,14 @@ class Box:
     layout: NVMMASharedLayout
     """In shared memory."""
     kept: dict[int, list[object]] = field(default_factory=dict, repr=False)
-    """By address: what kernels are launched with, which the driver has made."""
+    """The launch arguments that the driver has made, by address."""
 
     def of(self, tensor: Tensor) -> Boxes:
-        """The tensor in such boxes."""
+        """Return the tensor in such boxes."""
         return Boxes(tensor, self.shape, self.strides, self.block_shape, self.layout)
 
     def arguments(self, tensor: Tensor, kind: object) -> list[object]:
-        """The arguments that stand for the tensor, in a kernel that wants boxes of this kind."""
+        """Return the arguments for the tensor, in a kernel that wants boxes of this kind."""
         address = tensor.data_ptr()
         found = self.kept.get(address)
         if found is None:
@@ -281,7 +281,7 @@ class Variant:
 
     @property
     def alignments(self) -> frozenset[tuple[bool, ...]]:
-        """What has been compiled (in the interpreter: called)."""
+        """The alignments compiled so far (in the interpreter: called)."""
         return frozenset(self._compiled)
 
 
@@ -318,7 +318,7 @@ def find_names() -> None:
 def _name_kernels() -> None:
     """Give every kernel the name that it has on disk, always in one order. 0.1 s, once.
 
-    What goes into Triton's name for a kernel depends on which of the functions that it calls have a
+    Triton's name for a kernel depends on which of the functions that it calls have a
     name already: a process that met kernels in another order would compile them once more.
     """
     for _, each in sorted(_launchers.items()):
@@ -387,7 +387,7 @@ def launcher(
         integers: parameters that are integers; compiled once for all their values.
         indices: pointers to indices, of one dtype, at any alignment.
         pointers: pointers to data; compiled for each dtype, and anew where not on 16 bytes.
-        boxes: how many parameters are read by the copy engine.
+        boxes: the number of parameters that the copy engine reads.
         in_gluon: the source is Gluon's.
     """
 

@@ -1,6 +1,6 @@
-"""What the attention kernels are compiled for: how a layer's tensors lie and what it computes.
+"""The compile-time values of the attention kernels: a layer's strides, sizes and operations.
 
-A kernel takes one compile-time value, a `Form` of its own file, which holds the `Layer`: a tuple
+A kernel takes one compile-time value, the `Form` of its file, which holds the `Layer`: a tuple
 of numbers with names, which Triton's hooks can write as JSON. Kernels read the fields as
 `LAYER.block_size`. A field that stands in a list needs a local constexpr first,
 because Triton takes no Python number there.
@@ -84,5 +84,5 @@ def query_align(query: Tensor) -> int:
 
 @device_function
 def head_offset(head: tl.tensor, q_head: tl.tensor, ALIGN: tl.constexpr) -> tl.tensor:
-    """Where query heads begin, from the token on; it may be far, where heads come first."""
+    """Return the offset of query heads from their token; large if heads come first in memory."""
     return tl.multiple_of(head.to(tl.int64) * q_head, ALIGN)

@@ -1,9 +1,9 @@
-"""Where kernels are launched: a CUDA device, or Triton's interpreter on the CPU.
+"""The place of kernel launches: a CUDA device, or Triton's interpreter on the CPU.
 
 Decides the guard around a launch: on a GPU the tensors' device becomes the current one; the
-interpreter keeps global state, so there launches take turns. Says what plans ask about a GPU. Keeps
-the plans of calls whose arguments have been checked: a plan depends on nothing but its key. `jit`
-and `Kernel` give Triton's decorator a type.
+interpreter keeps global state, so there launches take turns. Gives plans the properties of a GPU.
+Keeps the plans of calls whose arguments have been checked: a plan depends on nothing but its key.
+`jit` and `Kernel` give Triton's decorator a type.
 """
 
 import threading
@@ -23,11 +23,11 @@ MOST_PLANS = 4096
 
 
 class Kernel(Protocol):
-    """What `jit` makes of a function."""
+    """A kernel as `jit` returns it."""
 
     __name__: str
     cache_key: str
-    """What it is, and what it calls, as a name; computed when first asked for."""
+    """A digest of its source and of the functions it calls; computed at the first access."""
     warmup: Callable[..., object]
     """Compiles it for arguments, and launches nothing."""
 
@@ -50,16 +50,16 @@ else:
 
 
 class Gpu(NamedTuple):
-    """What plans and compilers ask about a GPU."""
+    """The properties of a GPU that plans and compilers depend on."""
 
     capability: tuple[int, int]
     num_multiprocessors: int
     shared_bytes: int
-    """That a program may have."""
+    """The shared memory that a program may have."""
 
 
 SMALL = Gpu((0, 0), 4, 99 << 10)
-"""What the interpreter counts as."""
+"""The properties that plans see under the interpreter."""
 
 
 class Place:
@@ -72,7 +72,7 @@ class Place:
         self.device = torch.device("cpu" if interpreting else "cuda")
         """The current CUDA device, or the CPU under the interpreter."""
         self.launches = not interpreting
-        """Whether compiled kernels run here."""
+        """True if compiled kernels run here, rather than the interpreter."""
         self._turns = threading.Lock()
         self._alone = interpreting or torch.cuda.device_count() == 1
         self._plans: dict[Hashable, object] = {}
@@ -80,7 +80,7 @@ class Place:
         """The handle of a device's current stream, by the device's index."""
 
     def plan(self, key: Hashable) -> object:
-        """What `keep` has kept under this key; None: nothing."""
+        """Return the plan that `keep` was given for this key, or None."""
         return self._plans.get(key)
 
     def keep(self, key: Hashable, plan: object) -> None:
@@ -90,35 +90,35 @@ class Place:
         self._plans[key] = plan
 
     def gpu(self, device: torch.device) -> Gpu:
-        """The device as plans see it."""
+        """Return the properties of a device that plans see."""
         return SMALL if self.interpreting else _gpu(device)
 
     def num_multiprocessors(self, device: torch.device) -> int:
-        """Of a GPU."""
+        """Return the number of multiprocessors of a GPU."""
         return self.gpu(device).num_multiprocessors
 
     def can_chain(self, device: torch.device) -> bool:
-        """Whether a kernel may be launched before the one it depends on has ended (PDL)."""
+        """Return True if a kernel may start before the one it depends on has ended (PDL)."""
         return self.gpu(device).capability[0] >= HOPPER
 
     def is_hopper(self, device: torch.device) -> bool:
-        """Whether the device has the matrix instructions of compute capability 9."""
+        """Return True if the device has the matrix instructions of compute capability 9."""
         return self.gpu(device).capability[0] == HOPPER
 
     def has_e4m3(self, device: torch.device) -> bool:
-        """Whether the device widens e4m3 by an instruction of its own (from sm_89 on)."""
+        """Return True if the device has an instruction that widens e4m3 (from sm_89 on)."""
         return self.gpu(device).capability >= _E4M3
 
     def shared_bytes(self, device: torch.device) -> int:
-        """Shared memory that a program may have."""
+        """Return the shared memory that a program may have."""
         return self.gpu(device).shared_bytes
 
     def starter(self, kernel: Kernel, grid: tuple[int, int, int]) -> Callable[..., object]:
-        """What launches a kernel for the first time; compiles it."""
+        """Return the call that compiles a kernel and launches it for the first time."""
         return kernel[grid]
 
     def is_current(self, index: int | None) -> bool:
-        """Whether launches on this GPU need no guard."""
+        """Return True if launches on this GPU need no guard."""
         return self._alone or index == torch.cuda.current_device()
 
     def guard(self, device: torch.device) -> AbstractContextManager[object]:

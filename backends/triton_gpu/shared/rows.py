@@ -1,4 +1,4 @@
-"""Which sequence a program's rows belong to, where sequences have any numbers of rows."""
+"""The sequence of a program's rows, if sequences have any numbers of rows."""
 
 import triton.language as tl
 
@@ -9,7 +9,7 @@ from backends.triton_gpu.shared.place import device_function
 def sequence_of_tile(
     query_start_loc: tl.tensor, num_seqs: tl.tensor, tile: tl.tensor, TOKENS: tl.constexpr
 ) -> tl.tensor:
-    """The last sequence whose first tile is at or before this one.
+    """Return the last sequence whose first tile is at or before this one.
 
     The first tile of sequence s is `query_start_loc[s] // TOKENS + s`, so that each has room for
     its rows whatever comes before, and a grid needs num_rows // TOKENS + num_seqs programs.

@@ -1,4 +1,4 @@
-"""What the attention kernels share: scaled and capped logits, and the base of their exponentials.
+"""The logits of the attention kernels, scaled and capped, and the base of their exponentials.
 
     logit = scale * q.k, or with a soft cap: cap * tanh(scale * q.k / cap)
 

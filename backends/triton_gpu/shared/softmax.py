@@ -1,4 +1,4 @@
-"""What the attention kernels share: the online softmax, masks, and entries of the block table.
+"""The online softmax of the attention kernels, their masks, and entries of the block table.
 
     highest' = max(highest, max_k logit_k);  rescale = 2^(highest - highest')
     total' = total * rescale + sum_k 2^(logit_k - highest')
@@ -66,7 +66,7 @@ def add_sink(
 def is_visible(
     key: tl.tensor, last: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr
 ) -> tl.tensor:
-    """Whether a row sees a key: it sees those up to its `last`, or `window` of them."""
+    """Return True if a row sees a key: it sees those up to `last`, or only `window` of them."""
     visible = key <= last
     if HAS_WINDOW:
         visible = visible & (key > last - window)
@@ -77,7 +77,7 @@ def is_visible(
 def is_within(
     key: tl.tensor, begin: tl.tensor, end: tl.tensor, HAS_BEGIN: tl.constexpr
 ) -> tl.tensor:
-    """Whether a key is one of begin .. end - 1; without HAS_BEGIN none comes before `begin`."""
+    """Return True if a key is in begin .. end - 1; no HAS_BEGIN: none comes before `begin`."""
     live = key < end
     if HAS_BEGIN:
         live = live & (key >= begin)

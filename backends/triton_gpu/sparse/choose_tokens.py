@@ -82,7 +82,7 @@ def _lowest(
 
 @device_function
 def _ranks(flags: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
-    """How many are set up to each, itself included: along a line in a warp, then over lines."""
+    """Count the set flags up to each, itself included: along a line in a warp, then over lines."""
     lines = tl.reshape(flags, [CHUNK // LINE, LINE])
     totals = tl.sum(lines, 1)
     ranks = tl.cumsum(lines, 1) + (tl.cumsum(totals, 0) - totals)[:, None]

@@ -31,7 +31,7 @@ CHANNELS = 256
 ROWS = 16
 """Rows a program, where sequences have several."""
 OPTIONS = {"enable_fp_fusion": False}
-"""As in `linear_attention`."""
+"""The same as in `linear_attention`, for the same reason."""
 
 
 class Form(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where the states lie that a program reads and writes, and the rows of its sequence."""
+"""The places of the states that a program reads and writes, and the rows of its sequence."""
 
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +11,7 @@ INDICES = ("read_slots", "write_slots", "query_start_loc", "num_stored")
 
 @device_function
 def slot_at(slots: tl.tensor, index: tl.tensor, SLOT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Where a slot begins, in elements, and whether there is one."""
+    """Return the first element of a slot, and True if there is one."""
     slot = tl.load(slots + index)
     return slot.to(tl.int64) * SLOT, slot >= 0
 
@@ -30,7 +30,7 @@ def rows_at(
 
 
 def index_tensors(batch: StateBatch) -> tuple[Tensor, ...]:
-    """What a kernel gets for `INDICES`; slots in place of what it does not read. O(1)."""
+    """Return a kernel's `INDICES`; slots stand in for tensors that it does not read. O(1)."""
     reads, starts, stored = batch.read_slots, batch.query_start_loc, batch.num_stored
     beside = [reads if each is None else each for each in (starts, stored)]
     return (reads, batch.write_slots, *beside)
