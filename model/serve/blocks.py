@@ -23,7 +23,7 @@ from model.serve.bounds import Strict
 from model.serve.errors import ApiError, in_body
 from model.serve.generation import read
 from model.serve.logprobs import quoted
-from model.serve.protocol import ChatRequest, refuse_unsupported
+from model.serve.protocol import ChatRequest, ignored, refuse_unsupported
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
@@ -39,10 +39,17 @@ class OtherRequest(Strict):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """Fields that can only have these values, because nothing else is done."""
 
+    IGNORED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields from which nothing follows; with other values than these they are named."""
+
+    FIELDS: ClassVar[Mapping[str, str]] = {}
+    """The names of fields of a chat that have another name here."""
+
     _chat: ChatRequest | None = PrivateAttr(default=None)
+    _left_out: list[str] = PrivateAttr(default_factory=list)
 
     def translated(self) -> dict[str, object]:
-        """It as the fields of a chat. O(messages).
+        """It as the fields of a chat; adds to `_left_out` what none of them has. O(messages).
 
         Raises:
             ApiError: it means nothing.
@@ -68,11 +75,13 @@ class OtherRequest(Strict):
 
     def _as_chat(self) -> ChatRequest:
         refuse_unsupported(self, self.UNSUPPORTED)
+        self._left_out.clear()
         fields = {name: value for name, value in self.translated().items() if value is not None}
         try:
             made = ChatRequest.model_validate({**(self.model_extra or {}), **fields})
         except ValidationError as error:
-            raise in_body(error) from error
+            raise in_body(error, self.FIELDS) from error
+        made.note(ignored(self, self.IGNORED), self._left_out)
         if made.n not in {None, 1}:
             raise ApiError(400, f"n: wanted 1 here, got {made.n}", param="n")
         return made

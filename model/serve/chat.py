@@ -151,7 +151,11 @@ async def converse(
     Raises:
         ApiError: it is refused, or fails before anything was sent.
     """
-    body.check(is_strict=service.config.strict_fields)
+    try:
+        body.check(is_strict=service.config.strict_fields)
+        guide = body.grammar_field
+    except ApiError as error:
+        raise error.renamed(fields or {}) from error
     service.check_model(body.model)
     service.serving()
     prompt, images = await service.read_chat(body.messages, body)
@@ -168,11 +172,11 @@ async def converse(
         "prompt": "messages",
         "max_tokens": name,
         "logprobs": "top_logprobs",
-        "grammar": body.grammar_field,
+        "grammar": guide,
     }
     others = dict(fields or {})
     names = others | {runners: others.get(own, own) for runners, own in names.items()}
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
     read_as = _reading_form(service, body, prompt)
     try:

@@ -78,6 +78,19 @@ class ApiError(Exception):
             return {"Retry-After": str(_RETRY_AFTER_S)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """Return the same error with the client's name of its field. O(message).
+
+        Args:
+            names: the client's names of fields; what is behind the name has another form there.
+        """
+        first = (self.param or "").partition(".")[0]
+        name = names.get(first)
+        if name is None:
+            return self
+        message = self.message.removeprefix(self.param or "")
+        return ApiError(self.status, f"{name}{message}", param=name, code=self.code)
+
     def response(self) -> Response:
         """The whole answer. O(message)."""
         content = json.dumps(self.body)  # ASCII: no message has text that UTF-8 lacks then
@@ -96,10 +109,22 @@ class RefusedBodyError(HTTPException):
         self.error = error
 
 
-def in_body(error: ValidationError) -> RequestValidationError:
-    """The same error as FastAPI raises it for a field of a body. O(its fields)."""
+def in_body(
+    error: ValidationError, names: Mapping[str, str] | None = None
+) -> RequestValidationError:
+    """Return the same error as FastAPI raises it for a field of a body. O(its fields).
+
+    Args:
+        error: of a request.
+        names: as for `ApiError.renamed`.
+    """
+
+    def place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        name = (names or {}).get(str(loc[0])) if loc else None
+        return loc if name is None else (name,)
+
     every = error.errors(include_url=False)
-    return RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in every])
+    return RequestValidationError([{**one, "loc": ("body", *place(one["loc"]))} for one in every])
 
 
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:

@@ -98,10 +98,10 @@ def usage(stream: TokenStream) -> Usage:
 
 
 def with_warning(response: Response, asked: GenerationRequest) -> Response:
-    """An answer whose header names the fields of its request that were ignored. O(fields)."""
-    if asked.unknown_fields:
-        names = ", ".join(asked.unknown_fields)
-        response.headers["Warning"] = f'299 - "unknown fields were ignored: {names}"'
+    """An answer whose header names what of its request was ignored or left out. O(names)."""
+    told = [f'299 - "{why}: {", ".join(names)}"' for why, names in asked.warnings.items()]
+    if told:
+        response.headers["Warning"] = ", ".join(told)
     return response
 
 
