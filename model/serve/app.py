@@ -48,7 +48,7 @@ def create_app(
         log: takes a line of JSON for each request; None: none is made.
         has_page: whether the page of the pool is there.
     """
-    service = Service(engine, config.served_model_name or _DEFAULT_NAME, config)
+    service = Service(engine, config.served_model_name or (_DEFAULT_NAME,), config)
     metrics = Metrics(service.name)
     routers = [
         status(service, metrics), about(service), completions(service), chat(service),

@@ -21,14 +21,15 @@ from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from model.serve.bounds import Strict
 from model.serve.errors import ApiError, in_body
-from model.serve.generation import read
+from model.serve.generation import num_reasoning_tokens, read, usage
 from model.serve.logprobs import quoted
-from model.serve.protocol import ChatRequest, ignored, refuse_unsupported
+from model.serve.protocol import ChatRequest, Usage, ignored, refuse_unsupported
+from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
 if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Part, Reader
+    from model.serve.reading import Part
 
 
 class OtherRequest(Strict):
@@ -127,8 +128,9 @@ class BlockForm(ABC):
     KINDS: ClassVar[Mapping[str, str]] = {"reasoning": "rs", "content": "msg", "call": "fc"}
     """What the name of a block begins with, for each kind."""
 
-    def __init__(self, service: Service, readers: Sequence[Reader]) -> None:
+    def __init__(self, service: Service, readers: Sequence[CountingReader]) -> None:
         [self._reader] = readers
+        self._service = service
         self._new_id = service.new_id
         self.blocks: list[Block] = []
 
@@ -159,6 +161,10 @@ class BlockForm(ABC):
     @abstractmethod
     def answer(self, reason: str, stream: TokenStream) -> dict[str, object]:
         """The whole answer, which ended for this reason of a chat."""
+
+    def usage(self, stream: TokenStream) -> Usage:
+        """The counts of the answer's tokens. O(tokens * log(tokens)) if some are reasoning."""
+        return usage(stream, num_reasoning_tokens([self._reader], stream, self._service))
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
         """The events of a piece. O(text)."""

@@ -17,28 +17,41 @@ from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, Form, answer, read, with_warning
+from model.serve.generation import (
+    Asked,
+    EventForm,
+    Form,
+    answer,
+    num_reasoning_tokens,
+    read,
+    usage,
+    with_warning,
+)
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
-from model.serve.protocol import ChatCompletion, ChatRequest
+from model.serve.protocol import ChatCompletion, ChatRequest, Usage
+from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
 if TYPE_CHECKING:  # it loads Transformers
     from model.serve.reading import Form as ReadingForm
-    from model.serve.reading import Part, Reader
+    from model.serve.reading import Part
 
 
 class _Messages(EventForm):
     """How the assistant's messages are written."""
 
-    def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
+    def __init__(
+        self, body: ChatRequest, service: Service, readers: Sequence[CountingReader]
+    ) -> None:
         head = {
             "id": service.new_id("chatcmpl"), "created": service.now(),
             "model": body.model or service.name,
         }  # fmt: skip
         super().__init__(body, service, head, ("chat.completion", "chat.completion.chunk"))
         self._readers = readers
+        self._service = service
         self._tells_logprobs = bool(body.logprobs)
 
     def begin(self, stream: TokenStream) -> str:
@@ -77,6 +90,9 @@ class _Messages(EventForm):
             for parts, reason in (read(self._readers[each.sample], each),)
         )
         return self._whole(choices, stream, self._of_prompt(stream, 0))
+
+    def _usage(self, stream: TokenStream) -> Usage:
+        return usage(stream, num_reasoning_tokens(self._readers, stream, self._service))
 
     @staticmethod
     def _plain(delta: Delta, said: str, reason: str, ids: str) -> str:
@@ -133,7 +149,7 @@ async def converse(
     service: Service,
     body: ChatRequest,
     request: Request,
-    form: Callable[[ChatRequest, Service, Sequence[Reader]], Form] = _Messages,
+    form: Callable[[ChatRequest, Service, Sequence[CountingReader]], Form] = _Messages,
     fields: Mapping[str, str] | None = None,
     *,
     is_cut: bool = False,
@@ -199,7 +215,8 @@ async def converse(
         names=names,
     )
     readers = [
-        service.reading.open(read_as, lambda: service.new_id("call")) for _ in range(params.n)
+        CountingReader(service.reading.open(read_as, lambda: service.new_id("call")))
+        for _ in range(params.n)
     ]
     response = await answer(request, service, asked, form(body, service, readers))
     return with_warning(response, body)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
@@ -25,12 +25,10 @@ from model.serve.generation import usage, with_warning
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest
+from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.serve.tools import Name, earlier_call
 from model.token_stream import TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Reader
 
 _Readable = Literal[
     "text", "image", "document", "search_result", "thinking", "tool_use", "tool_result"
@@ -325,7 +323,9 @@ def _content(blocks: str | Sequence[_Block | TextBlock]) -> str | list[dict[str,
 class _Answer(BlockForm):
     """How Anthropic's messages are written."""
 
-    def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
+    def __init__(
+        self, body: ChatRequest, service: Service, readers: Sequence[CountingReader]
+    ) -> None:
         super().__init__(service, readers)
         self._head: dict[str, object] = {
             "id": service.new_id("msg"), "type": "message", "role": "assistant",

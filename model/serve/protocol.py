@@ -4,9 +4,10 @@ Decides: names, types and defaults, which of OpenAI's fields are taken although 
 them, and which are refused by name because an answer without them would be another one. What a
 value may be is checked where it is used: by `SamplingParams`.
 
-Invariants: a field that is not here is an error, but in a request itself, where it is ignored; what
-is ignored or left out of a request is named in a header, or refused with --strict-fields; a value
-of another type is an error, and so is more than `bounds.py` allows.
+Invariants: a field that is not here is an error, but in a request itself and in what clients keep
+of earlier turns (messages, parts, tools, calls), where it is ignored; what is ignored or left out of
+a request itself is named in a header, or refused with --strict-fields; a value of another type is
+an error, and so is more than `bounds.py` allows.
 
 Does not know: how anything is answered.
 """
@@ -611,6 +612,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """What an answer's tokens are."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """How many tokens an answer took."""
 
@@ -618,6 +625,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(BaseModel):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, PrivateAttr
@@ -34,16 +34,13 @@ from model.serve.flat_tools import (
     input_of,
     offered,
 )
-from model.serve.generation import usage
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest, JsonSchema
+from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.serve.tools import Name, earlier_call
 from model.token_stream import TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Reader
 
 
 
@@ -259,7 +256,7 @@ class _Answer(BlockForm):
         self,
         body: ChatRequest,
         service: Service,
-        readers: Sequence[Reader],
+        readers: Sequence[CountingReader],
         asked: ResponsesRequest,
     ) -> None:
         super().__init__(service, readers)
@@ -334,7 +331,7 @@ class _Answer(BlockForm):
 
     def answer(self, reason: str, stream: TokenStream) -> dict[str, object]:
         is_cut = reason == "length"
-        counts = usage(stream)
+        counts = self.usage(stream)
         return self._response(
             "incomplete" if is_cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
@@ -342,7 +339,7 @@ class _Answer(BlockForm):
                 "input_tokens": counts.prompt_tokens,
                 "input_tokens_details": counts.prompt_tokens_details.model_dump(),
                 "output_tokens": counts.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": counts.completion_tokens_details.model_dump(),
                 "total_tokens": counts.total_tokens,
             },
         )
@@ -400,7 +397,7 @@ def responses(service: Service) -> APIRouter:
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         """Answer input."""
 
-        def form(chat: ChatRequest, asked: Service, readers: Sequence[Reader]) -> _Answer:
+        def form(chat: ChatRequest, asked: Service, readers: Sequence[CountingReader]) -> _Answer:
             return _Answer(chat, asked, readers, body)
 
         return await converse(service, body.chat(), request, form, body.FIELDS)

@@ -9,6 +9,8 @@ from fastapi import applications
 import kvcore
 from model.async_engine import AsyncEngine
 from model.control.params import SamplingParams
+from model.errors import UsageError
+from model.serve.args import parse_args
 from model.serve.config import ServeConfig
 from tests.hang import HANG_S
 from tests.model.serve.conftest import DEADLINE_S, Served
@@ -74,6 +76,35 @@ def test_a_model_whose_name_has_slashes_is_found_by_it(make_engine):
         assert client.get(f"/v1/models/{listed['id']}").json() == listed
         assert client.get("/v1/models/my%2Fmodel").json() == listed
         assert client.get("/v1/models/my").status_code == 404
+
+
+def test_a_model_with_several_names_is_found_by_each(make_engine):
+    options = parse_args(["--served-model-name", "tiny", "gpt-5", "org/tiny", "--port", "0"])
+    config = options.serve
+    assert parse_args(["--served-model-name", "one"]).serve.served_model_name == ("one",)
+    assert config.served_model_name == ("tiny", "gpt-5", "org/tiny")
+    with (
+        Served(AsyncEngine(make_engine), config) as running,
+        httpx.Client(base_url=running.url, timeout=DEADLINE_S) as client,
+    ):
+        listed = client.get("/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == ["tiny", "gpt-5", "org/tiny"]
+        asked = {"prompt": list(range(100, 148)), "max_tokens": 2, "temperature": 0}
+        for name in (None, "tiny", "gpt-5", "org/tiny"):
+            made = client.post("/v1/completions", json={**asked, "model": name}).json()
+            assert made["model"] == (name or "tiny")
+            cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (cached > 0) == (name is not None)  # they are one model: the first fills
+        for path in ("/v1/models/gpt-5", "/v1/models/org/tiny"):
+            assert client.get(path).status_code == 200
+        refused = client.post("/v1/completions", json={**asked, "model": "other"})
+        assert refused.status_code == 404
+        assert "'tiny' or 'gpt-5' or 'org/tiny'" in refused.json()["error"]["message"]
+
+
+def test_an_adapter_cannot_have_any_of_the_models_names():
+    with pytest.raises(UsageError, match="--lora: .* got 'b'; --served-model-name"):
+        parse_args(["--served-model-name", "a", "b", "--lora", "b=somewhere"])
 
 
 def test_the_version_is_kvcores(http):

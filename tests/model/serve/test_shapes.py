@@ -13,6 +13,7 @@ import pytest
 from model.async_engine import AsyncEngine
 from model.serve.config import ServeConfig
 from model.serve.messages import MessagesRequest
+from model.serve.protocol import CompletionRequest
 from model.serve.responses import ResponsesRequest
 from tests.model.serve.calls import ADD, NOW, TEMPLATE, guide
 from tests.model.serve.conftest import DEADLINE_S, Served
@@ -155,8 +156,7 @@ def test_a_custom_tool_is_called_with_a_text(http, streams):
     body = {**CODEX, "tools": tools, "stream": streams, "max_output_tokens": 200, **guide(call)}
     answer = http.post("/v1/responses", json=body)
     if streams:
-        events = [json.loads(one.partition("data: ")[2]) for one in answer.text.split("\n\n")[:-1]]
-        told = {event["type"]: event for event in events}
+        told = {event["type"]: event for event in events_of(answer)}
         assert told["response.custom_tool_call_input.delta"]["delta"] == "a\n\tb"
         assert told["response.custom_tool_call_input.done"]["input"] == "a\n\tb"
         assert not any("function_call_arguments" in kind for kind in told)
@@ -225,3 +225,202 @@ def test_a_strict_server_refuses_what_it_would_leave_out(make_engine):
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         for path, body in (("/v1/responses", CODEX), ("/v1/messages", CLAUDE)):
             assert client.post(path, json=body).status_code == 200
+
+
+THOUGHT = "Hm, 3 + 4: ü😀."
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [f"<think>{THOUGHT}</think>It is 7.", "It is 7.", f"<think>{THOUGHT}",
+     f"So: <think>{THOUGHT}</think> 7 <think>Yes.</think>."],
+)  # fmt: skip
+def test_tokens_of_reasoning_are_counted(http, text, streams):
+    """Those that have a character of it, as the tokens of the answer say."""
+    asked = {"temperature": 0, "stream": streams, **guide(text)}
+    chat = http.post("/v1/chat/completions", json={
+        **asked, "messages": CLAUDE["messages"], "max_tokens": 200, "return_token_ids": True,
+        **({"stream_options": {"include_usage": True}} if streams else {})})  # fmt: skip
+    other = http.post("/v1/responses", json={**asked, "input": "Hi", "max_output_tokens": 200})
+    ids, usage = [], None
+    for event in events_of(chat) if streams else [chat.json()]:
+        usage = event["usage"] or usage
+        ids += [token for choice in event["choices"] for token in choice.get("token_ids", ())]
+    ends = [len(decoded(http, ids[:count])) for count in range(len(ids) + 1)]
+    told = decoded(http, ids)
+    inside = [found.span(1) for found in re.finditer(r"<think>(.*?)(?:</think>|$)", told, re.DOTALL)]
+    wanted = sum(
+        any(begin < last and first < end for first, last in inside)
+        for begin, end in zip(ends, ends[1:], strict=False)
+    )
+    assert (wanted > 0) == ("<think>" in text)
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": wanted}
+    if streams:
+        last = events_of(other)[-1]["response"]
+    else:
+        last = other.json()
+    assert last["usage"]["output_tokens_details"]["reasoning_tokens"] == wanted
+
+
+def events_of(answer):
+    """The events of a stream."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def decoded(http, tokens):
+    return http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("text", ["ü😀", "a\u202f€", "�x"])
+def test_the_bytes_of_tokens_are_those_of_the_text(http, text, streams):
+    """A token that is a part of a character has bytes, although it has no text of its own."""
+    answer = http.post("/v1/chat/completions", json={
+        "messages": CLAUDE["messages"], "temperature": 0, "logprobs": True, "top_logprobs": 20,
+        "stream": streams, **guide(text)})  # fmt: skip
+    entries = [
+        entry
+        for event in (events_of(answer) if streams else [answer.json()])
+        for choice in event["choices"]
+        for entry in (choice["logprobs"] or {}).get("content", ())
+    ]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+    assert all(top["bytes"] is not None for entry in entries for top in entry["top_logprobs"])
+
+
+PROMPT = {"prompt": "A tuple is", "max_tokens": 1}
+CHAT = {"messages": [{"role": "user", "content": "A tuple is"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "names"),
+    [
+        ("completions", {"best_of": 1}, ()),
+        ("completions", {"best_of": 2, "n": 2}, ()),
+        ("completions", {"suffix": None, "echo": False, "logprobs": None, "stop": None}, ()),
+        ("completions", {"suffix": "", "logit_bias": {}, "n": 1, "user": "", "stop": []}, ()),
+        ("completions", {"store": True}, ("store",)),
+        ("completions", {"service_tier": "auto", "seed": -1, "top_k": -1, "min_p": 0}, ()),
+        ("chat/completions", {"seed": -1, "logit_bias": {}, "stop": None, "n": 1}, ()),
+        ("chat/completions", {"seed": -(2**63), "top_logprobs": 0, "logprobs": False}, ()),
+        ("chat/completions", {"store": True, "verbosity": "low"}, ("store", "verbosity")),
+        ("chat/completions", {"store": False, "verbosity": "medium", "service_tier": "default"}, ()),
+        ("chat/completions", {"prediction": {"type": "content", "content": "x"}}, ("prediction",)),
+        ("chat/completions", {"service_tier": "flex"}, ("service_tier",)),
+        ("chat/completions", {"web_search_options": {}}, ("web_search_options",)),
+        ("chat/completions", {"prompt_cache_key": "k", "prompt_cache_retention": "24h",
+                              "safety_identifier": "s", "user": "u"}, ()),
+        ("chat/completions", {"metadata": {"trace": {"id": 5}}}, ()),
+        ("chat/completions", {"tools": [], "tool_choice": None, "parallel_tool_calls": True}, ()),
+        ("chat/completions", {"tools": None, "tool_choice": "auto"}, ()),
+        ("chat/completions", {"modalities": ["text"], "audio": None}, ()),
+        ("chat/completions", {"tools": [NOW, {"type": "custom", "custom": {"name": "patch"}}]},
+         ("tools.1 (custom)",)),
+        ("responses", {"truncation": "auto"}, ("truncation",)),
+        ("responses", {"truncation": "disabled", "background": False, "max_tool_calls": 5}, ()),
+        ("responses", {"top_logprobs": 3}, ("top_logprobs",)),
+        ("responses", {"store": True, "include": [], "service_tier": "auto"}, ()),
+        ("responses", {"include": ["message.output_text.logprobs"]}, ("include",)),
+        ("responses", {"text": {"verbosity": "high"}}, ("text.verbosity",)),
+        ("responses", {"prompt_cache_key": "k", "prompt_cache_retention": "in_memory",
+                       "safety_identifier": "s", "metadata": {}}, ()),
+    ],
+)  # fmt: skip
+def test_a_field_that_clients_send_by_default_is_taken_and_named_if_ignored(
+    http, path, fields, names
+):
+    body = {"completions": PROMPT, "chat/completions": CHAT}.get(path)
+    body = body or {"input": "A tuple is", "max_output_tokens": 1}
+    answer = http.post(f"/v1/{path}", json={**body, **fields})
+    assert answer.status_code == 200, answer.text
+    assert warned(answer) == names
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"best_of": 3}, "best_of"),
+        ("completions", {"best_of": 3, "n": 2}, "best_of"),
+        ("completions", {"suffix": "x"}, "suffix"),
+        ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
+        ("chat/completions", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ("responses", {"background": True}, "background"),
+        ("responses", {"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ("responses", {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),
+        ("responses", {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
+         "text"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_refused_has_the_clients_name(http, names, path, fields, param):
+    body = {"completions": PROMPT, "chat/completions": CHAT}.get(path)
+    body = body or {"input": "A tuple is", "max_output_tokens": 1}
+    refused = http.post(f"/v1/{path}", json={**body, **fields})
+    assert refused.status_code == 400, refused.text
+    names(refused.json()["error"], param)
+
+
+def test_a_seed_of_minus_one_is_any_seed_and_others_are_one(http):
+    asked = {"prompt": "A tuple is", "max_tokens": 12, "temperature": 1}
+    texts = [
+        [http.post("/v1/completions", json={**asked, "seed": seed}).json()["choices"][0]["text"]
+         for _ in range(2)]
+        for seed in (-7, 2**63 - 7)
+    ]  # fmt: skip
+    assert len({text for pair in texts for text in pair}) == 1
+    free = CompletionRequest.model_validate({**asked, "seed": -1})
+    assert free.sampling({}, 1, None).seed is None
+
+
+GUIDES = [
+    ({"guided_grammar": 'start: "ab"'}, {"structured_outputs": {"grammar": 'start: "ab"'}}),
+    ({"guided_choice": ["ab"]}, {"structured_outputs": {"choice": ["ab"]}}),
+    ({"guided_json": {"enum": ["ab"]}}, {"structured_outputs": {"json": {"enum": ["ab"]}}}),
+    ({"guided_json": {"enum": ["ab"]}}, {"response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab"]}}}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), GUIDES)
+def test_old_and_new_names_of_one_guide_may_come_together(http, old, new):
+    body = {"prompt": "x", "max_tokens": 9, "temperature": 0}
+    answer = http.post("/v1/completions", json={**body, **old, **new})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"].strip('"') == "ab"
+    [name] = new
+    other = {"response_format": {"type": "json_object"}} if name == "response_format" else {
+        "structured_outputs": {"regex": "b"}}  # fmt: skip
+    refused = http.post("/v1/completions", json={**body, **old, **other})
+    assert refused.status_code == 400
+
+
+def test_a_form_of_the_text_does_not_hinder_a_demanded_call(http):
+    """As in OpenAI's interface, where it is that of an answer's text; instructor sends both."""
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    tools = [{"type": "function", "name": "now"}]
+    answer = http.post("/v1/responses", json={
+        "input": "?", "max_output_tokens": 60, "tools": tools, "text": {"format": form},
+        "tool_choice": {"type": "function", "name": "now"}})  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["output"][0]["name"] == "now"
+    chat = {**CHAT, "max_tokens": 60, "tools": [NOW], "tool_choice": "required",
+            "parallel_tool_calls": False, "response_format": {"type": "json_object"}}  # fmt: skip
+    [choice] = http.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "now"
+
+
+def test_what_servers_add_to_messages_and_tools_may_come_back(http):
+    """Such as marks for caches, and reasoning in the form of a provider."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}, **mark}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "What time is it?", **mark}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "thinking_blocks": [],
+         "reasoning_details": [{"type": "reasoning.text", "text": "Hm."}],
+         "provider_specific_fields": {"x": 1}},
+        {"role": "tool", "tool_call_id": "c", "content": "Noon.", **mark},
+    ]  # fmt: skip
+    answer = http.post("/v1/chat/completions", json={
+        "messages": messages, "tools": [{**NOW, **mark}], "max_tokens": 1})  # fmt: skip
+    assert (answer.status_code, warned(answer)) == (200, ())
