@@ -110,17 +110,27 @@ KNOWN, OTHER = Tag("of a known type"), Tag("of another type")
 """The tags of the members of a union that `by_type` chooses from."""
 
 
-def by_type(*known: str) -> Discriminator:
+def of_type(kind: str) -> Tag:
+    """Return the tag of the member of a union that has objects of this type alone. O(1)."""
+    return Tag(f"of type {kind}")  # no name of a field, so that no error takes it for one
+
+
+def by_type(*known: str, apart: bool = False) -> Discriminator:
     """Return what takes an object of a known type, or of none, as `KNOWN`, else as `OTHER`.
 
     Clients invent types faster than servers learn them, so their other fields may have any form.
+
+    Args:
+        known: the types.
+        apart: True if each of them has a member of its own, with the tag `of_type`.
     """
 
     def chosen(given: Any) -> str:  # noqa: ANN401
         is_object = isinstance(given, dict)
         kind = given.get("type") if is_object else getattr(given, "type", None)
-        is_other = isinstance(kind, str) and kind not in known
-        return OTHER.tag if is_other else KNOWN.tag
+        if isinstance(kind, str) and kind not in known:
+            return OTHER.tag
+        return of_type(kind if isinstance(kind, str) else known[0]).tag if apart else KNOWN.tag
 
     return Discriminator(chosen)
 

@@ -168,10 +168,21 @@ async def converse(
         ApiError: it is refused, or fails before anything was sent.
     """
     try:
-        body.check(is_strict=service.config.strict_fields)
-        guide = body.grammar_field
+        return await _converse(service, body, request, form, fields or {}, is_cut=is_cut)
     except ApiError as error:
         raise error.renamed(fields or {}) from error
+
+
+async def _converse(
+    service: Service,
+    body: ChatRequest,
+    request: Request,
+    form: Callable[[ChatRequest, Service, Sequence[CountingReader]], Form],
+    fields: Mapping[str, str],
+    *,
+    is_cut: bool,
+) -> Response:
+    body.check(is_strict=service.config.strict_fields)
     service.check_model(body.model)
     service.serving()
     prompt, images = await service.read_chat(body.messages, body)
@@ -188,10 +199,9 @@ async def converse(
         "prompt": "messages",
         "max_tokens": name,
         "logprobs": "top_logprobs",
-        "grammar": guide,
+        "grammar": body.grammar_field,
     }
-    others = dict(fields or {})
-    names = others | {runners: others.get(own, own) for runners, own in names.items()}
+    names = {**fields, **{runners: fields.get(own, own) for runners, own in names.items()}}
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
     read_as = _reading_form(service, body, prompt)

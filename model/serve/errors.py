@@ -79,17 +79,18 @@ class ApiError(Exception):
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """Return the same error with the client's name of its field. O(message).
+        """Return the same error with the client's names of fields. O(message).
 
         Args:
-            names: the client's names of fields; what is behind the name has another form there.
+            names: them; what is behind the name of a field has another form there.
         """
-        first = (self.param or "").partition(".")[0]
-        name = names.get(first)
-        if name is None:
-            return self
-        message = self.message.removeprefix(self.param or "")
-        return ApiError(self.status, f"{name}{message}", param=name, code=self.code)
+        param, message = self.param or "", self.message
+        name = names.get(param.partition(".")[0])
+        if name is not None:
+            message = f"{name}{message.removeprefix(param)}"
+        for own, other in names.items():
+            message = message.replace(own, other) if "_" in own else message
+        return ApiError(self.status, message, param=name or self.param, code=self.code)
 
     def response(self) -> Response:
         """The whole answer. O(message)."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from model.serve.bounds import KNOWN, OTHER, Lenient, Many, Other, Text, by_type
+from model.serve.bounds import KNOWN, OTHER, Lenient, Many, Other, Text, by_type, of_type
 from model.serve.errors import ApiError
 from model.serve.tools import Mode, Name
 
@@ -42,9 +42,11 @@ class CustomTool(Lenient):
     format: dict[str, Any] | None = None
 
 
-_Callable = FlatFunction | CustomTool
 _InNamespace = Annotated[
-    Annotated[_Callable, KNOWN] | Annotated[Other, OTHER], by_type("function", "custom")
+    Annotated[FlatFunction, of_type("function")]
+    | Annotated[CustomTool, of_type("custom")]
+    | Annotated[Other, OTHER],
+    by_type("function", "custom", apart=True),
 ]
 
 
@@ -57,8 +59,11 @@ class Namespace(Lenient):
 
 
 FlatTool = Annotated[
-    Annotated[_Callable | Namespace, KNOWN] | Annotated[Other, OTHER],
-    by_type("function", "custom", "namespace"),
+    Annotated[FlatFunction, of_type("function")]
+    | Annotated[CustomTool, of_type("custom")]
+    | Annotated[Namespace, of_type("namespace")]
+    | Annotated[Other, OTHER],
+    by_type("function", "custom", "namespace", apart=True),
 ]
 """A tool on offer."""
 
@@ -84,10 +89,16 @@ class AllowedFlatTools(Lenient):
     tools: Many[_Allowed]
 
 
-FlatChoice = Annotated[
-    Annotated[Mode | ChosenFlatTool | AllowedFlatTools, KNOWN] | Annotated[Other, OTHER],
-    by_type("function", "custom", "allowed_tools"),
-]
+FlatChoice = (
+    Mode
+    | Annotated[
+        Annotated[ChosenFlatTool, of_type("function")]
+        | Annotated[ChosenFlatTool, of_type("custom")]
+        | Annotated[AllowedFlatTools, of_type("allowed_tools")]
+        | Annotated[Other, OTHER],
+        by_type("function", "custom", "allowed_tools", apart=True),
+    ]
+)
 """Which tools are called."""
 
 

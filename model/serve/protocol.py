@@ -31,7 +31,7 @@ from model.control.grammar import Grammar
 from model.control.params import MAX_INT, SamplingParams
 from model.control.submission import Prompt, Retained, Submission, salted
 from model.errors import InvalidArgumentError, shown
-from model.serve.bounds import KNOWN, OTHER, Many, Other, Strict, Text, by_type, checked_prompt
+from model.serve.bounds import OTHER, Many, Other, Strict, Text, by_type, checked_prompt, of_type
 from model.serve.conversation import ConversationOptions, Message
 from model.serve.errors import ApiError
 from model.serve.tools import ChosenTool, Mode, ToolCall, call_grammar
@@ -455,10 +455,15 @@ class AllowedChoice(Strict):
     allowed_tools: AllowedTools
 
 
-_Choice = Annotated[
-    Annotated[Mode | ChosenTool | AllowedChoice, KNOWN] | Annotated[Other, OTHER],
-    by_type("function", "allowed_tools"),
-]
+_Choice = (
+    Mode
+    | Annotated[
+        Annotated[ChosenTool, of_type("function")]
+        | Annotated[AllowedChoice, of_type("allowed_tools")]
+        | Annotated[Other, OTHER],
+        by_type("function", "allowed_tools", apart=True),
+    ]
+)
 
 
 class ChatRequest(ConversationOptions, GenerationRequest):
