@@ -1,6 +1,8 @@
 """What every endpoint answers, and what it says to a request that it cannot take."""
 
 import json
+import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ from model.serve.config import ServeConfig
 from tests.hang import HANG_S
 from tests.model.serve.conftest import DEADLINE_S, Served
 
+ROOT = Path(__file__).parents[3]
 GREEDY = {"prompt": "A tuple is", "max_tokens": 8, "temperature": 0}
 
 
@@ -103,8 +106,29 @@ def test_a_model_with_several_names_is_found_by_each(make_engine):
 
 
 def test_an_adapter_cannot_have_any_of_the_models_names():
-    with pytest.raises(UsageError, match="--lora: .* got 'b'; --served-model-name"):
+    with pytest.raises(UsageError, match=r"--lora: .* got 'b'; --served-model-name"):
         parse_args(["--served-model-name", "a", "b", "--lora", "b=somewhere"])
+
+
+def prompts_of_pages():
+    """The prompts that the pages give to the tiny model."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    own = [line for line in lines if "--model" not in line]
+    given = r'(?:--prompt |"prompt": |minimal |\.generate\(\[?)"([A-Z][^"]+)"'
+    return sorted({prompt for line in own for prompt in re.findall(given, line)})
+
+
+@pytest.mark.parametrize("prompt", prompts_of_pages())
+def test_a_prompt_of_a_page_is_answered_without_a_stutter(http, prompt):
+    """No three tokens or fewer come three times in a row."""
+    asked = {"prompt": prompt, "temperature": 0, "max_tokens": 16, "return_token_ids": True}
+    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    ids = choice["token_ids"]
+    for size in (1, 2, 3):
+        for at in range(len(ids)):
+            said = ids[at : at + size]
+            assert ids[at : at + 3 * size] != 3 * said, choice["text"]
 
 
 def test_the_version_is_kvcores(http):
