@@ -42,8 +42,8 @@ CODEX = {
 CALL = {"type": "function_call", "call_id": "c1", "name": "shell_command",
         "arguments": '{"command": "ls"}'}  # fmt: skip
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "a.py"}
-PATCHED = {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "status": "completed",
-           "input": "*** Begin Patch\n*** End Patch"}  # fmt: skip
+PATCHED = {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch",
+           "status": "completed", "input": "*** Begin Patch\n*** End Patch"}  # fmt: skip
 SHELLED = {"type": "local_shell_call", "call_id": "c3", "status": "completed",
            "action": {"type": "exec", "command": ["ls"], "env": {}}}  # fmt: skip
 
@@ -206,7 +206,8 @@ CLAUDE_SHAPES = {
         {"type": "document", "title": "Notes", "citations": {"enabled": True},
          "source": {"type": "text", "media_type": "text/plain", "data": "One."}},
         {"type": "text", "text": "Sum it up."})]),
-    "results that refer to tools": _claude("messages.2.content.0.content.0 (tool_reference)", after=[
+    "results that refer to tools": _claude(
+        "messages.2.content.0.content.0 (tool_reference)", after=[
         _turn(USED), _user({**RESULTS, "content": [
             {"type": "tool_reference", "tool_name": "Read"},
             {"type": "text", "text": "Found."}]})]),
@@ -217,8 +218,79 @@ CLAUDE_SHAPES = {
             "additionalProperties": False}}}),
 }  # fmt: skip
 
+BOOLEAN = {"type": "object", "properties": {"a": {"title": "A", "type": "boolean"}},
+           "required": ["a"], "title": "A"}  # fmt: skip
+CLOSED = {**BOOLEAN, "additionalProperties": False}
+TYPED = {"type": "json_schema", "json_schema": {"name": "A", "schema": CLOSED, "strict": True}}
+FLIP = {"type": "function", "function": {"name": "flip", "description": "Flip.", "strict": True,
+                                         "parameters": CLOSED}}  # fmt: skip
+FLAT = {"type": "function", **FLIP["function"]}
+ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "Is it?"}], "temperature": 0.0}
+GUIDE = 'start: r\nr[capture, max_tokens=20]: "yes" | "no"\n'
+
+
+def _chat(*warned, **fields):
+    return Shape("/v1/chat/completions", {**ASKED, **fields}, warned)
+
+
+def _response(*warned, **fields):
+    body = {"model": "tiny", "input": [{"role": "user", "content": "Is it?"}], "temperature": 0.0}
+    return Shape("/v1/responses", {**body, "max_output_tokens": 60, **fields}, warned)
+
+
+def _legacy(**fields):
+    return Shape("/v1/completions", {"model": "tiny", "max_tokens": 20, **fields})
+
+
+FRAMEWORK_SHAPES = {
+    "litellm, a response": _response("truncation", tools=[FLAT], tool_choice="required",
+                                     truncation="auto", store=True),
+    "litellm, a form by Anthropic's interface": Shape("/v1/messages", {
+        "model": "tiny", "max_tokens": 60, "messages": HELLO, "tool_choice": {
+            "type": "tool", "name": "json_tool_call"},
+        "tools": [{"name": "json_tool_call", "input_schema": CLOSED}]}),
+    "langchain, a text": _legacy(
+        prompt=["x"], frequency_penalty=0, presence_penalty=0, logit_bias={}, logprobs=None,
+        n=1, best_of=1, seed=-1, temperature=0.7, top_p=1),
+    "langchain, a form": _chat(stream=False, max_completion_tokens=60, response_format=TYPED),
+    "langchain, a form by a call": _chat(
+        stream=False, max_completion_tokens=60, parallel_tool_calls=False, tools=[FLIP],
+        tool_choice={"type": "function", "function": {"name": "flip"}}),
+    "langchain, a response with a search": _response(
+        "tools.1 (web_search_preview)", stream=False,
+        tools=[FLAT, {"type": "web_search_preview"}], tool_choice="required"),
+    "langchain, a form of messages": Shape("/v1/messages", {
+        "model": "tiny", "max_tokens": 60, "messages": HELLO, "output_config": {
+            "format": {"type": "json_schema", "schema": CLOSED}}}),
+    "pydantic-ai, a form by a call": _chat(max_completion_tokens=60, stream=False, tools=[FLIP],
+                                           tool_choice="required"),
+    "openai-agents, a form": _response(
+        include=[], tools=[], text={"format": {
+            "type": "json_schema", "name": "final_output", "schema": CLOSED, "strict": True}}),
+    "openai-agents, a search": _response(
+        "truncation", "text.verbosity", "tools.1 (web_search)", include=[], store=True,
+        text={"verbosity": "low"}, truncation="auto", tools=[
+            FLAT, {"type": "web_search", "filters": None, "user_location": None,
+                   "search_context_size": "medium"}]),
+    "instructor, a form and a demanded call": _response(
+        text={"format": {"type": "json_schema", "name": "A", "schema": CLOSED, "strict": True}},
+        tools=[{**FLAT, "strict": None}], tool_choice={"type": "function", "name": "flip"}),
+    "instructor, a strict call": _chat(max_tokens=60, tools=[FLIP], tool_choice={
+        "type": "function", "function": {"name": "flip"}}),
+    "smolagents": _chat(max_tokens=60, stop=["Observation:", "Calling tools:"], tools=[FLIP],
+                        tool_choice="required"),
+    "dspy": _chat(max_completion_tokens=60, response_format={"type": "json_object"}),
+    "dspy, a text": _legacy(prompt="x\n\nBEGIN RESPONSE:", temperature=0),
+    "guidance": _chat(
+        "guided_decoding_backend", stream=True, logprobs=True, top_logprobs=5, top_p=None,
+        tools=None, stream_options={"include_usage": True}, guided_decoding_backend="guidance",
+        guided_grammar=GUIDE, structured_outputs={"grammar": GUIDE}),
+}  # fmt: skip
+
 SHAPES = {
-    f"{agent}: {name}": shape
-    for agent, shapes in (("codex", CODEX_SHAPES), ("claude", CLAUDE_SHAPES))
+    f"{sender}: {name}": shape
+    for sender, shapes in (
+        ("codex", CODEX_SHAPES), ("claude", CLAUDE_SHAPES), ("framework", FRAMEWORK_SHAPES),
+    )
     for name, shape in shapes.items()
-}
+}  # fmt: skip
