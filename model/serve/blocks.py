@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import ConfigDict, PrivateAttr, ValidationError
 
+from model.serve.answers import Usage
 from model.serve.bounds import Strict
 from model.serve.errors import ApiError, in_body
 from model.serve.generation import num_reasoning_tokens, read, usage
 from model.serve.logprobs import quoted
-from model.serve.protocol import ChatRequest, Usage, ignored, refuse_unsupported
+from model.serve.protocol import ChatRequest, ignored, refuse_unsupported
 from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
+from model.serve.answers import ChatCompletion, Usage
 from model.serve.errors import ApiError, api_error
 from model.serve.generation import (
     Asked,
@@ -29,7 +30,7 @@ from model.serve.generation import (
 )
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
-from model.serve.protocol import ChatCompletion, ChatRequest, Usage
+from model.serve.protocol import ChatRequest
 from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream

@@ -29,15 +29,11 @@ from model.async_engine import EngineFaultError
 from model.control.request import FinishReason
 from model.control.submission import Submission
 from model.errors import ModelError
+from model.serve.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from model.serve.errors import ApiError, api_error
 from model.serve.gate import given_key
 from model.serve.logprobs import ENTRY_BYTES, LogprobsWriter, num_entries, quoted
-from model.serve.protocol import (
-    CompletionTokensDetails,
-    GenerationRequest,
-    PromptTokensDetails,
-    Usage,
-)
+from model.serve.protocol import GenerationRequest
 from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream

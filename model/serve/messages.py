@@ -144,7 +144,7 @@ def _unread(content: str | Sequence[_Block], place: str) -> Iterator[tuple[str, 
     for number, block in enumerate([] if isinstance(content, str) else content):
         where = f"{place}.content.{number}"
         is_empty = isinstance(block, ContentBlock) and (
-            block.said is None or block.type == "thinking" and not block.thinking
+            block.said is None or (block.type == "thinking" and not block.thinking)
         )
         if isinstance(block, Other) or is_empty:
             yield where, block.type

@@ -1,13 +1,13 @@
-"""What clients send and get: OpenAI's fields, and those that vLLM's clients add.
+"""What clients send: OpenAI's fields, and those that vLLM's clients add.
 
 Decides: names, types and defaults, which of OpenAI's fields are taken although nothing follows from
 them, and which are refused by name because an answer without them would be another one. What a
 value may be is checked where it is used: by `SamplingParams`.
 
 Invariants: a field that is not here is an error, but in a request itself and in what clients keep
-of earlier turns (messages, parts, tools, calls), where it is ignored; what is ignored or left out of
-a request itself is named in a header, or refused with --strict-fields; a value of another type is
-an error, and so is more than `bounds.py` allows.
+of earlier turns (messages, parts, tools, calls), where it is ignored; what is ignored or left out
+of a request itself is named in a header, or refused with --strict-fields; a value of another type
+is an error, and so is more than `bounds.py` allows.
 
 Does not know: how anything is answered.
 """
@@ -34,7 +34,7 @@ from model.errors import InvalidArgumentError, shown
 from model.serve.bounds import OTHER, Many, Other, Strict, Text, by_type, checked_prompt, of_type
 from model.serve.conversation import ConversationOptions, Message
 from model.serve.errors import ApiError
-from model.serve.tools import ChosenTool, Mode, ToolCall, call_grammar
+from model.serve.tools import ChosenTool, Mode, call_grammar
 
 _GRAMMARS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
@@ -331,7 +331,9 @@ class GenerationRequest(Strict):
             "fields were ignored": [*ignored(self, self.IGNORED), *self._ignored],
             "left out, as it cannot be used here": self._left_out,
         }
-        return {why: _in_header(names, self.MOST_STRANGERS) for why, names in every.items() if names}
+        return {
+            why: _in_header(names, self.MOST_STRANGERS) for why, names in every.items() if names
+        }
 
     def check(self, *, is_strict: bool) -> None:
         """Refuse what is not done here, by name. O(fields).
@@ -343,10 +345,11 @@ class GenerationRequest(Strict):
             ApiError: it asks for that.
         """
         for why, names in self.warnings.items() if is_strict else ():
-            name, is_unknown = names[0], why.startswith("unknown")
-            why = "unknown field" if is_unknown else f"{why}, and --strict-fields refuses that"
+            is_unknown = why.startswith("unknown")
+            told = "unknown field" if is_unknown else f"{why}, and --strict-fields refuses that"
             code = "unknown_field" if is_unknown else "unsupported"
-            raise ApiError(400, f"{name}: {why}", param=name.partition(" ")[0], code=code)
+            param = names[0].partition(" ")[0]
+            raise ApiError(400, f"{names[0]}: {told}", param=param, code=code)
         refuse_unsupported(self, self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE)
         if self.n is not None and not 1 <= self.n <= MAX_SAMPLES:
             raise ApiError(400, f"n: wanted 1 to {MAX_SAMPLES}, got {self.n}", param="n")
@@ -447,6 +450,12 @@ class AllowedTools(Strict):
     mode: Literal["auto", "required"]
     tools: Many[dict[str, Any]]
 
+    @property
+    def names(self) -> set[object]:
+        """The names of those that are functions. O(tools)."""
+        asked = [tool.get("function") for tool in self.tools if tool.get("type") == "function"]
+        return {one.get("name") for one in asked if isinstance(one, dict)}
+
 
 class AllowedChoice(Strict):
     """A choice that allows some tools."""
@@ -510,15 +519,10 @@ class ChatRequest(ConversationOptions, GenerationRequest):
         made = make(given)
         made.note((), left_out)
         if isinstance(made.tool_choice, AllowedChoice):
-            made._allow(made.tool_choice.allowed_tools)
+            allowed = made.tool_choice.allowed_tools
+            made.tools = [t for t in made.tools or () if t.function.name in allowed.names]
+            made.tool_choice = allowed.mode
         return made
-
-    def _allow(self, allowed: AllowedTools) -> None:
-        """Offer no other tools than these."""
-        asked = [tool.get("function") for tool in allowed.tools if tool.get("type") == "function"]
-        wanted = {one.get("name") for one in asked if isinstance(one, dict)}
-        self.tools = [tool for tool in self.tools or () if tool.function.name in wanted]
-        self.tool_choice = allowed.mode
 
     def chat(self) -> Self:
         """It as a chat, as other requests have it: itself. O(1)."""
@@ -571,7 +575,7 @@ class ChatRequest(ConversationOptions, GenerationRequest):
         names = [tool.function.name for tool in self.tools or ()]
         choice = self.tool_choice
         wanted = self.chosen or (choice.type if isinstance(choice, Other) else None)
-        if wanted is not None and wanted not in names or self.must_call and not names:
+        if (wanted is not None and wanted not in names) or (self.must_call and not names):
             tools = [name for name in self._left_out if name.startswith("tools.")]
             reason = f"; these were left out: {', '.join(tools)}" if tools else ""
             got = f", got {shown(wanted)}" if wanted is not None else " to call, got none"
@@ -609,167 +613,6 @@ def _biases(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...] | No
             )
         pairs.append((int(token), value))
     return tuple(pairs)
-
-
-class PromptTokensDetails(BaseModel):
-    """What became of a prompt's tokens."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    """What an answer's tokens are."""
-
-    reasoning_tokens: int
-
-
-class Usage(BaseModel):
-    """How many tokens an answer took."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-class TopLogprob(BaseModel):
-    """A token, and how likely it was."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """The token that was drawn, and others in its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    """The tokens of a chat's answer."""
-
-    content: list[TokenLogprob]
-
-
-class CompletionLogprobs(BaseModel):
-    """The tokens of a completion."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    """One text."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-
-
-class Completion(BaseModel):
-    """The answer of `/v1/completions`, and each piece of a stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class ChatMessage(BaseModel):
-    """What the assistant says."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ChatChoice(BaseModel):
-    """One answer of a chat."""
-
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class ChatCompletion(BaseModel):
-    """The answer of `/v1/chat/completions`."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ModelCard(BaseModel):
-    """A model that can be asked for."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "kvcore"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    """All of them."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Tokenized(BaseModel):
-    """The answer of `/tokenize`."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-
-
-class Detokenized(BaseModel):
-    """The answer of `/detokenize`."""
-
-    prompt: str
-
-
-class HealthReport(BaseModel):
-    """The answer of `/health`."""
-
-    status: str
-    num_faults: int
-    last_fault: str | None
-
-
-class Version(BaseModel):
-    """The answer of `/version`."""
-
-    version: str
-
-
-class ErrorDetail(BaseModel):
-    """What is wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReport(BaseModel):
-    """Every answer that is none."""
-
-    type: Literal["error"] = "error"
-    error: ErrorDetail
 
 
 def field_names() -> set[str]:

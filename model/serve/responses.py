@@ -43,7 +43,6 @@ from model.serve.tools import Name, earlier_call
 from model.token_stream import TokenStream
 
 
-
 class Part(Lenient):
     """A piece of a message, of reasoning or of what came of a call."""
 
@@ -215,7 +214,7 @@ class ResponsesRequest(OtherRequest):
             return [*told, {"role": "user", "content": self.input}]
         for place, item in enumerate(self.input):
             text = "" if isinstance(item, Other) else _joined(item.content or item.summary or "")
-            if isinstance(item, Other) or item.type == "reasoning" and not text:
+            if isinstance(item, Other) or (item.type == "reasoning" and not text):
                 self._left_out.append(f"input.{place} ({item.type})")  # or it is encrypted
             elif item.type.endswith("_output"):
                 output, call_id = _joined(item.output), item.call_id or item.id
@@ -360,7 +359,6 @@ class _Answer(BlockForm):
         if block.kind == "content":
             place["logprobs"] = []
         return place
-
 
     def _tool(self, block: Block) -> Offered:
         """The tool that a block calls."""

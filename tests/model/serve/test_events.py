@@ -9,24 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.control.request import FinishReason, SampledToken
-from model.serve.chat import _Messages
-from model.serve.completions import _Texts
-from model.serve.protocol import (
+from model.serve.answers import (
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
-    ChatRequest,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
     CompletionTokensDetails,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
+from model.serve.chat import _Messages
+from model.serve.completions import _Texts
+from model.serve.protocol import ChatRequest, CompletionRequest
 from model.serve.reading import Form, Reader
 from model.serve.reasoning import CountingReader
 from model.token_stream import Delta

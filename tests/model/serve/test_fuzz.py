@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.serve.answers import ChatCompletion, Completion, ErrorReport
 from model.serve.messages import CountRequest, MessagesRequest
-from model.serve.protocol import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    DetokenizeRequest,
-    ErrorReport,
-    TokenizeRequest,
-)
+from model.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from model.serve.responses import ResponsesRequest
 from tests.hang import HANG_S
 

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.control.request import FinishReason, SampledToken
 from model.serve import generation, logprobs
+from model.serve.answers import ChatCompletion, Completion
 from model.serve.chat import _Messages
 from model.serve.completions import _Texts
 from model.serve.generation import _EventStream
-from model.serve.protocol import ChatCompletion, ChatRequest, Completion, CompletionRequest
+from model.serve.protocol import ChatRequest, CompletionRequest
 from model.serve.reading import Form, Reader
 from model.serve.reasoning import CountingReader
 from model.tiny import CHECKPOINT_DIR
