@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from model.serve.blocks import Block, BlockForm, OtherRequest, content_of, event
 from model.serve.bounds import KNOWN, OTHER, Lenient, Many, Other, Text, by_type
@@ -137,7 +137,7 @@ class ResponsesRequest(OtherRequest):
     }  # fmt: skip
 
     model: str | None = None
-    input: Text | Annotated[Many[_OneItem], Field(min_length=1)]
+    input: Text | Many[_OneItem]
     instructions: Text | None = None
     tools: Many[FlatTool] | None = None
     tool_choice: FlatChoice | None = None
@@ -231,10 +231,8 @@ class ResponsesRequest(OtherRequest):
                     name = "content" if item.type == "message" else "reasoning_content"
                     turn[name] = turn.get(name, "") + text
         if not told:
-            raise ApiError(
-                400, f"input: wanted a message, got {', '.join(self._left_out[:3])} alone",
-                param="input",
-            )  # fmt: skip
+            got = ", ".join(self._left_out[:3]) or "none"
+            raise ApiError(400, f"input: wanted a message to answer, got {got}", param="input")
         return told
 
 

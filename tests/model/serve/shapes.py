@@ -116,6 +116,7 @@ CODEX_SHAPES = {
     "an item that nothing knows yet": _codex("input.2 (ghost_snapshot)", after=[
         {"type": "ghost_snapshot", "content": {"id": 5}, "output": 7}, _message("user", "Go on.")]),
     "an empty text": _codex(input=[_message("user", "")]),
+    "instructions alone": _codex(input=[]),
     "an output by a schema": _codex(tools=[], text={"format": {
         "type": "json_schema", "name": "out", "strict": True,
         "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
