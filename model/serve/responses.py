@@ -217,7 +217,7 @@ class ResponsesRequest(OtherRequest):
             if isinstance(item, Other) or (item.type == "reasoning" and not text):
                 self._left_out.append(f"input.{place} ({item.type})")  # or it is encrypted
             elif item.type.endswith("_output"):
-                output, call_id = _joined(item.output), item.call_id or item.id
+                output, call_id = _content(item.output), item.call_id or item.id
                 told.append({"role": "tool", "tool_call_id": call_id, "content": output})
             elif item.type == "message" and item.role != "assistant":
                 told.append({"role": item.role, "content": _content(item.content or "")})
