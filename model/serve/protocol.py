@@ -479,7 +479,8 @@ class ChatRequest(ConversationOptions, GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
+        "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+        "audio": (),
     }  # fmt: skip
     IGNORED: ClassVar[dict[str, tuple[object, ...]]] = {
         **_IGNORED, "prediction": (), "verbosity": ("medium",), "web_search_options": (),

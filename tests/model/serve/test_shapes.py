@@ -308,6 +308,7 @@ CHAT = {"messages": [{"role": "user", "content": "A tuple is"}], "max_tokens": 1
         ("chat/completions", {"store": True, "verbosity": "low"}, ("store", "verbosity")),
         ("chat/completions", {"store": False, "verbosity": "medium"}, ()),
         ("chat/completions", {"service_tier": "default"}, ()),
+        ("chat/completions", {"functions": [], "function_call": "auto"}, ()),
         ("chat/completions", {"prediction": {"type": "content", "content": "x"}}, ("prediction",)),
         ("chat/completions", {"service_tier": "flex"}, ("service_tier",)),
         ("chat/completions", {"web_search_options": {}}, ("web_search_options",)),
