@@ -164,7 +164,7 @@ class BlockForm(ABC):
         """The whole answer, which ended for this reason of a chat."""
 
     def usage(self, stream: TokenStream) -> Usage:
-        """The counts of the answer's tokens. O(tokens * log(tokens)) if some are reasoning."""
+        """The counts of the answer's tokens. O(tokens) if some are reasoning."""
         return usage(stream, num_reasoning_tokens([self._reader], stream, self._service))
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:

@@ -104,7 +104,7 @@ def usage(stream: TokenStream, num_reasoning_tokens: int = 0) -> Usage:
 def num_reasoning_tokens(
     readers: Sequence[CountingReader], stream: TokenStream, service: Service
 ) -> int:
-    """Return how many of a stream's tokens are reasoning. O(tokens * log(tokens)) if any is."""
+    """Return how many of a stream's tokens are reasoning. O(tokens) if any is."""
     decode = service.engine.engine.model.codec.decode
     return sum(
         reader.num_tokens(

@@ -10,12 +10,15 @@ import anthropic.types.beta
 import httpx
 import openai.types.responses
 import pytest
+from transformers import AutoTokenizer
 
 from model.async_engine import AsyncEngine
 from model.serve.config import ServeConfig
 from model.serve.messages import MessagesRequest
 from model.serve.protocol import CompletionRequest
+from model.serve.reasoning import num_reaching
 from model.serve.responses import ResponsesRequest
+from model.tiny import CHECKPOINT_DIR
 from tests.model.serve.calls import ADD, NOW, TEMPLATE, guide
 from tests.model.serve.conftest import DEADLINE_S, Served
 from tests.model.serve.shapes import CLAUDE, CODEX, MCP, PATCH, SHAPES, SHELL
@@ -261,6 +264,16 @@ def test_tokens_of_reasoning_are_counted(http, text, streams):
     assert usage["completion_tokens_details"] == {"reasoning_tokens": wanted}
     last = events_of(other)[-1]["response"] if streams else other.json()
     assert last["usage"]["output_tokens_details"]["reasoning_tokens"] == wanted
+
+
+def test_tokens_up_to_a_place_are_those_that_a_walk_finds():
+    """Inside of characters of several tokens too."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
+    ids = tokenizer.encode("Hm ü😀 € tuple(é) 数据\n x." * 3)
+    lengths = [len(tokenizer.decode(ids[:count])) for count in range(len(ids) + 1)]
+    for length in range(1, lengths[-1] + 1):
+        walked = next(count for count, one in enumerate(lengths) if one >= length)
+        assert num_reaching(tokenizer.decode, ids, length) == walked
 
 
 def events_of(answer):
