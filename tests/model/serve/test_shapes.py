@@ -26,6 +26,7 @@ from tests.model.serve.shapes import CLAUDE, CODEX, MCP, PATCH, SHAPES, SHELL
 WARNING = re.compile(r'299 - "[^":]+: ([^"]+)"')
 
 
+TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
 LEFT_OUT = "left out, as it cannot be used here"
 
 
@@ -252,8 +253,8 @@ def test_tokens_of_reasoning_are_counted(http, text, streams):
     for event in events_of(chat) if streams else [chat.json()]:
         usage = event["usage"] or usage
         ids += [token for choice in event["choices"] for token in choice.get("token_ids", ())]
-    ends = [len(decoded(http, ids[:count])) for count in range(len(ids) + 1)]
-    told = decoded(http, ids)
+    ends = [len(TOKENIZER.decode(ids[:count])) for count in range(len(ids) + 1)]
+    told = TOKENIZER.decode(ids)
     inside = [
         found.span(1) for found in re.finditer(r"<think>(.*?)(?:</think>|$)", told, re.DOTALL)
     ]
@@ -268,22 +269,17 @@ def test_tokens_of_reasoning_are_counted(http, text, streams):
 
 def test_tokens_up_to_a_place_are_those_that_a_walk_finds():
     """Inside of characters of several tokens too."""
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
-    ids = tokenizer.encode("Hm ü😀 € tuple(é) 数据\n x." * 3)
-    lengths = [len(tokenizer.decode(ids[:count])) for count in range(len(ids) + 1)]
+    ids = TOKENIZER.encode("Hm ü😀 € tuple(é) 数据\n x." * 3)
+    lengths = [len(TOKENIZER.decode(ids[:count])) for count in range(len(ids) + 1)]
     for length in range(1, lengths[-1] + 1):
         walked = next(count for count, one in enumerate(lengths) if one >= length)
-        assert num_reaching(tokenizer.decode, ids, length) == walked
+        assert num_reaching(TOKENIZER.decode, ids, length) == walked
 
 
 def events_of(answer):
     """The events of a stream."""
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]
-
-
-def decoded(http, tokens):
-    return http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
