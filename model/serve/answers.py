@@ -1,4 +1,4 @@
-"""What clients get: answers in the form of OpenAI's, with what vLLM's clients add.
+"""The answers that clients get: OpenAI's forms, with the fields that vLLM's clients add.
 
 Does not know: requests, how an answer comes about, how it is written.
 """
@@ -17,7 +17,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """What an answer's tokens are."""
+    """The counts of an answer's tokens by their kind."""
 
     reasoning_tokens: int
 

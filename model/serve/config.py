@@ -105,8 +105,8 @@ class ServeConfig:
     )
     strict_fields: bool = setting(
         False,
-        help="refuse a request with an unknown field, in place of ignoring the field and naming it "
-        "in the header Warning",
+        help="refuse a request with an unknown field, or with a tool or an item that cannot be "
+        "used, in place of leaving it out and naming it in the header Warning",
     )
     stream_share: float = setting(
         STREAM_SHARE,

@@ -107,8 +107,8 @@ class Offered:
     """A tool as items name it.
 
     Attributes:
-        name: its own.
-        namespace: where it is; None: in none.
+        name: of the tool.
+        namespace: that has it; None: it is in none.
         is_custom: True if it takes a text.
     """
 

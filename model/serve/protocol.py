@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields, and those that vLLM's clients add.
+"""The requests that clients send: OpenAI's fields, and those that vLLM's clients add.
 
 Decides: names, types and defaults, which of OpenAI's fields are taken although nothing follows from
 them, and which are refused by name because an answer without them would be another one. What a
@@ -256,7 +256,7 @@ class GenerationRequest(Strict):
         return self._guide(self.grammar_field)
 
     def _guide(self, name: str) -> Grammar | None:
-        """What one field says that an answer must be."""
+        """Return the grammar that one field asks for."""
         match name:
             case "guided_json":
                 return Grammar.json_schema(self.guided_json or "")
