@@ -2,7 +2,7 @@
 
     from model import LLM, SamplingParams
 
-    outputs = LLM("model/tiny").generate(["A tuple is"], SamplingParams(max_tokens=8))
+    outputs = LLM("model/tiny").generate(["A list is"], SamplingParams(max_tokens=8))
     print(outputs[0].outputs[0].text)
 
 Decides: what of vLLM's `LLM`, `RequestOutput` and `CompletionOutput` there is, and what it is

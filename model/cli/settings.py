@@ -158,6 +158,7 @@ class Flags:
                     name,
                     dest=dest,
                     action="append" if _is_repeated(one) else "store",
+                    nargs="+" if one.unit == "words" else None,
                     type=_reader(one),
                     metavar=_metavar(one),
                     help=text,
@@ -206,7 +207,7 @@ class Flags:
                 rows.setdefault(title, []).append(
                     FlagRow(
                         flag=negated if one.takes is bool else f"`{flag_name(one)}`",
-                        value="" if one.takes is bool else _metavar(one),
+                        value="" if one.takes is bool else _value_text(one),
                         default=_default_text(one, default),
                         help=_help(one),
                     )
@@ -264,7 +265,7 @@ class _Help(argparse.Action):
 
 
 def _is_repeated(one: Setting) -> bool:
-    return one.takes_several and one.unit != "list"
+    return one.takes_several and one.unit not in {"list", "words"}
 
 
 def _help(one: Setting) -> str:
@@ -279,6 +280,11 @@ def _metavar(one: Setting) -> str:
         word = "SIZE"
     word = word or _METAVARS.get(kind, "VALUE") if isinstance(kind, type) else word or "VALUE"
     return f"{word},..." if one.unit == "list" else word
+
+
+def _value_text(one: Setting) -> str:
+    """The values of a flag as a page shows them."""
+    return f"{_metavar(one)} ..." if one.unit == "words" else _metavar(one)
 
 
 def _default_text(one: Setting, default: object) -> str:

@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ClusterOptions:
     model = said.of(ModelOptions)
     serve = said.of(
         ServeConfig,
-        served_model_name=model.name,
+        served_model_name=(model.name,),
         api_keys=keys_of_environment(),
     )
     if "serve_kv" in said.given(EngineConfig):

@@ -58,8 +58,9 @@ class Setting:
         most: the largest, likewise.
         above: numbers must be above this.
         below: numbers must be below this; `math.inf` asks for a finite one.
-        unit: "bytes": a command line takes 2GiB for it too; "list": it takes all of several values
-            at once, with commas between them, where else the flag is repeated.
+        unit: "bytes": a command line takes 2GiB for it too; "list" and "words": it takes all of
+            several values at once, with commas or spaces between them, where else the flag is
+            repeated.
         flag: its name on a command line, where that is not the field's; "": it is no flag.
         metavar: the word for its value in a description of the flag; None: N for a number, and
             so on.

@@ -7,18 +7,23 @@ whatever a tokenizer raises is an error about the prompt, in one line.
 Does not know: where a tokenizer is found (`loader.py`), images, requests.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from model.errors import InvalidArgumentError
 from model.load.checkpoint import reason
 from model.load.text import Step
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A piece that stands for one byte."""
 
 Message = Mapping[str, object]
 """A message of a conversation: its `role`, and its `content`: a text, or a list of parts."""
@@ -84,6 +89,10 @@ class TextCodec(Protocol):
         """Return the text of tokens."""
         ...
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token that may be a part of a character; None: they are unknown."""
+        ...
+
     def describe(self) -> str | None:
         """Return the tokenizer as `tokenizers` writes it, with tokens' bytes; None: unsupported.
 
@@ -109,6 +118,13 @@ def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: s
 
     lines = [f"{message['role']}: {said(message['content'])}\n" for message in messages]
     return "".join([*lines, "assistant:" if opens_answer else ""])
+
+
+@cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Return the bytes that the letters of byte-level pieces stand for, as in GPT-2. O(1)."""
+    letters = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    return {letter: byte for byte, letter in letters.items()}
 
 
 class _NoPanic:
@@ -232,6 +248,17 @@ class HuggingFaceCodec:
                 clean_up_tokenization_spaces=False,
             )
         return str(text)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """As `TextCodec`. O(1)."""
+        piece: object = self._tokenizer.convert_ids_to_tokens(token)
+        if isinstance(piece, bytes):  # of a tokenizer that is written in Python
+            return piece
+        text = str(piece)
+        if found := _BYTE_PIECE.fullmatch(text):
+            return bytes.fromhex(found[1])
+        known = _bytes_of_letters()
+        return bytes(known[letter] for letter in text) if known.keys() >= set(text) else None
 
     def describe(self) -> str | None:
         """Return the tokenizer as `tokenizers` writes it; None: it is written in Python."""

@@ -6,19 +6,11 @@ Does not know: how anything is generated.
 from fastapi import APIRouter, Response
 
 import kvcore
+from model.serve.answers import Detokenized, HealthReport, ModelCard, ModelList, Tokenized, Version
 from model.serve.errors import ApiError
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.metrics import Metrics
-from model.serve.protocol import (
-    Detokenized,
-    DetokenizeRequest,
-    HealthReport,
-    ModelCard,
-    ModelList,
-    Tokenized,
-    TokenizeRequest,
-    Version,
-)
+from model.serve.protocol import DetokenizeRequest, TokenizeRequest
 from model.serve.service import Service
 
 
@@ -35,7 +27,7 @@ def about(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        """Which models there are: one, and its LoRA adapters."""
+        """Which models there are: one, by each of its names, and its LoRA adapters."""
         return ModelList(data=[card(name) for name in service.names])
 
     @router.get("/v1/models/{model:path}")

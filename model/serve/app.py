@@ -18,6 +18,7 @@ import kvcore
 from model.async_engine import AsyncEngine, EngineState
 from model.serve.about import about, status
 from model.serve.adapters import adapters
+from model.serve.answers import ErrorReport
 from model.serve.chat import chat
 from model.serve.completions import completions
 from model.serve.config import ServeConfig
@@ -26,7 +27,7 @@ from model.serve.gate import Gate
 from model.serve.live import live
 from model.serve.messages import messages
 from model.serve.metrics import Metrics
-from model.serve.protocol import ErrorReport, field_names
+from model.serve.protocol import field_names
 from model.serve.responses import responses
 from model.serve.service import Service
 
@@ -48,7 +49,7 @@ def create_app(
         log: takes a line of JSON for each request; None: none is made.
         has_page: whether the page of the pool is there.
     """
-    service = Service(engine, config.served_model_name or _DEFAULT_NAME, config)
+    service = Service(engine, config.served_model_name or (_DEFAULT_NAME,), config)
     metrics = Metrics(service.name)
     routers = [
         status(service, metrics), about(service), completions(service), chat(service),

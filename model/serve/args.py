@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
     model = said.of(ModelOptions)
     serve = said.of(
         ServeConfig,
-        served_model_name=model.name,
+        served_model_name=(model.name,),
         api_keys=keys_of_environment(),
     )
     engine = said.of(EngineConfig, record_events=serve.kv_events is not None)

@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import ConfigDict, PrivateAttr, ValidationError
 
+from model.serve.answers import Usage
 from model.serve.bounds import Strict
 from model.serve.errors import ApiError, in_body
-from model.serve.generation import read
+from model.serve.generation import num_reasoning_tokens, read, usage
 from model.serve.logprobs import quoted
-from model.serve.protocol import ChatRequest, refuse_unsupported
+from model.serve.protocol import ChatRequest, ignored, refuse_unsupported
+from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
 if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Part, Reader
+    from model.serve.reading import Part
 
 
 class OtherRequest(Strict):
@@ -39,10 +41,17 @@ class OtherRequest(Strict):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """Fields that can only have these values, because nothing else is done."""
 
+    IGNORED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields from which nothing follows; with other values than these they are named."""
+
+    FIELDS: ClassVar[Mapping[str, str]] = {}
+    """The names of fields of a chat that have another name here."""
+
     _chat: ChatRequest | None = PrivateAttr(default=None)
+    _left_out: list[str] = PrivateAttr(default_factory=list)
 
     def translated(self) -> dict[str, object]:
-        """It as the fields of a chat. O(messages).
+        """It as the fields of a chat; adds to `_left_out` what none of them has. O(messages).
 
         Raises:
             ApiError: it means nothing.
@@ -68,11 +77,13 @@ class OtherRequest(Strict):
 
     def _as_chat(self) -> ChatRequest:
         refuse_unsupported(self, self.UNSUPPORTED)
+        self._left_out.clear()
         fields = {name: value for name, value in self.translated().items() if value is not None}
         try:
             made = ChatRequest.model_validate({**(self.model_extra or {}), **fields})
         except ValidationError as error:
-            raise in_body(error) from error
+            raise in_body(error, self.FIELDS) from error
+        made.note(ignored(self, self.IGNORED), self._left_out)
         if made.n not in {None, 1}:
             raise ApiError(400, f"n: wanted 1 here, got {made.n}", param="n")
         return made
@@ -118,8 +129,9 @@ class BlockForm(ABC):
     KINDS: ClassVar[Mapping[str, str]] = {"reasoning": "rs", "content": "msg", "call": "fc"}
     """What the name of a block begins with, for each kind."""
 
-    def __init__(self, service: Service, readers: Sequence[Reader]) -> None:
+    def __init__(self, service: Service, readers: Sequence[CountingReader]) -> None:
         [self._reader] = readers
+        self._service = service
         self._new_id = service.new_id
         self.blocks: list[Block] = []
 
@@ -150,6 +162,10 @@ class BlockForm(ABC):
     @abstractmethod
     def answer(self, reason: str, stream: TokenStream) -> dict[str, object]:
         """The whole answer, which ended for this reason of a chat."""
+
+    def usage(self, stream: TokenStream) -> Usage:
+        """The counts of the answer's tokens. O(tokens) if some are reasoning."""
+        return usage(stream, num_reasoning_tokens([self._reader], stream, self._service))
 
     def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
         """The events of a piece. O(text)."""

@@ -9,9 +9,17 @@ Does not know: which fields there are, what they mean.
 
 from collections.abc import Collection, Mapping
 from itertools import chain
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from model.control.params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
@@ -90,6 +98,41 @@ class Lenient(Strict):
     """An object that has other fields too in other implementations; nothing follows from them."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class Other(Lenient):
+    """An object of a type that means nothing here; it is left out, and named."""
+
+    type: Annotated[str, Field(max_length=256)]
+
+
+KNOWN, OTHER = Tag("of a known type"), Tag("of another type")
+"""The tags of the members of a union that `by_type` chooses from."""
+
+
+def of_type(kind: str) -> Tag:
+    """Return the tag of the member of a union that has objects of this type alone. O(1)."""
+    return Tag(f"of type {kind}")  # no name of a field, so that no error takes it for one
+
+
+def by_type(*known: str, apart: bool = False) -> Discriminator:
+    """Return what takes an object of a known type, or of none, as `KNOWN`, else as `OTHER`.
+
+    Clients invent types faster than servers learn them, so their other fields may have any form.
+
+    Args:
+        known: the types.
+        apart: True if each of them has a member of its own, with the tag `of_type`.
+    """
+
+    def chosen(given: Any) -> str:  # noqa: ANN401
+        is_object = isinstance(given, dict)
+        kind = given.get("type") if is_object else getattr(given, "type", None)
+        if isinstance(kind, str) and kind not in known:
+            return OTHER.tag
+        return of_type(kind if isinstance(kind, str) else known[0]).tag if apart else KNOWN.tag
+
+    return Discriminator(chosen)
 
 
 def with_few_strangers(

@@ -16,29 +16,43 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
+from model.serve.answers import ChatCompletion, Usage
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, Form, answer, read, with_warning
+from model.serve.generation import (
+    Asked,
+    EventForm,
+    Form,
+    answer,
+    num_reasoning_tokens,
+    read,
+    usage,
+    with_warning,
+)
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
-from model.serve.protocol import ChatCompletion, ChatRequest
+from model.serve.protocol import ChatRequest
+from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
 if TYPE_CHECKING:  # it loads Transformers
     from model.serve.reading import Form as ReadingForm
-    from model.serve.reading import Part, Reader
+    from model.serve.reading import Part
 
 
 class _Messages(EventForm):
     """How the assistant's messages are written."""
 
-    def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
+    def __init__(
+        self, body: ChatRequest, service: Service, readers: Sequence[CountingReader]
+    ) -> None:
         head = {
             "id": service.new_id("chatcmpl"), "created": service.now(),
             "model": body.model or service.name,
         }  # fmt: skip
         super().__init__(body, service, head, ("chat.completion", "chat.completion.chunk"))
         self._readers = readers
+        self._service = service
         self._tells_logprobs = bool(body.logprobs)
 
     def begin(self, stream: TokenStream) -> str:
@@ -77,6 +91,9 @@ class _Messages(EventForm):
             for parts, reason in (read(self._readers[each.sample], each),)
         )
         return self._whole(choices, stream, self._of_prompt(stream, 0))
+
+    def _usage(self, stream: TokenStream) -> Usage:
+        return usage(stream, num_reasoning_tokens(self._readers, stream, self._service))
 
     @staticmethod
     def _plain(delta: Delta, said: str, reason: str, ids: str) -> str:
@@ -133,7 +150,7 @@ async def converse(
     service: Service,
     body: ChatRequest,
     request: Request,
-    form: Callable[[ChatRequest, Service, Sequence[Reader]], Form] = _Messages,
+    form: Callable[[ChatRequest, Service, Sequence[CountingReader]], Form] = _Messages,
     fields: Mapping[str, str] | None = None,
     *,
     is_cut: bool = False,
@@ -151,6 +168,21 @@ async def converse(
     Raises:
         ApiError: it is refused, or fails before anything was sent.
     """
+    try:
+        return await _converse(service, body, request, form, fields or {}, is_cut=is_cut)
+    except ApiError as error:
+        raise error.renamed(fields or {}) from error
+
+
+async def _converse(
+    service: Service,
+    body: ChatRequest,
+    request: Request,
+    form: Callable[[ChatRequest, Service, Sequence[CountingReader]], Form],
+    fields: Mapping[str, str],
+    *,
+    is_cut: bool,
+) -> Response:
     body.check(is_strict=service.config.strict_fields)
     service.check_model(body.model)
     service.serving()
@@ -170,9 +202,8 @@ async def converse(
         "logprobs": "top_logprobs",
         "grammar": body.grammar_field,
     }
-    others = dict(fields or {})
-    names = others | {runners: others.get(own, own) for runners, own in names.items()}
-    if body.top_logprobs is not None and not body.logprobs:
+    names = {**fields, **{runners: fields.get(own, own) for runners, own in names.items()}}
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
     read_as = _reading_form(service, body, prompt)
     try:
@@ -195,7 +226,8 @@ async def converse(
         names=names,
     )
     readers = [
-        service.reading.open(read_as, lambda: service.new_id("call")) for _ in range(params.n)
+        CountingReader(service.reading.open(read_as, lambda: service.new_id("call")))
+        for _ in range(params.n)
     ]
     response = await answer(request, service, asked, form(body, service, readers))
     return with_warning(response, body)

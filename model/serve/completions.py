@@ -11,11 +11,12 @@ from fastapi import APIRouter, Request, Response
 
 from model.control.request import FinishReason, SampledToken
 from model.errors import InvalidArgumentError
+from model.serve.answers import Completion, Usage
 from model.serve.errors import api_error
 from model.serve.generation import Asked, EventForm, answer, reason_json, with_warning
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
-from model.serve.protocol import Completion, CompletionRequest, Usage
+from model.serve.protocol import CompletionRequest
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 

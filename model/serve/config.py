@@ -39,10 +39,12 @@ class ServeConfig:
     port: int = setting(
         8000, help="port to listen on; 0: any free port", least=0, most=65_535, is_common=True
     )
-    served_model_name: str | None = setting(
-        None,
-        help="model name in requests and answers (default: --model; of a folder or file, the last "
-        "part of its path)",
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        help="names of the model in requests; the first is that of answers to requests without one "
+        "(default: --model; of a folder or file, the last part of its path)",
+        least=1,
+        unit="words",
         metavar="NAME",
         is_common=True,
     )
@@ -103,8 +105,8 @@ class ServeConfig:
     )
     strict_fields: bool = setting(
         False,
-        help="refuse a request with an unknown field, in place of ignoring the field and naming it "
-        "in the header Warning",
+        help="refuse a request with an unknown field, or with a tool or an item that cannot be "
+        "used, in place of leaving it out and naming it in the header Warning",
     )
     stream_share: float = setting(
         STREAM_SHARE,
@@ -161,6 +163,9 @@ class ServeConfig:
     )
 
     def __post_init__(self) -> None:
+        names: object = self.served_model_name
+        if isinstance(names, str):  # of a caller in Python
+            object.__setattr__(self, "served_model_name", (names,))
         check_settings(self)
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", _template(self.chat_template))
@@ -209,12 +214,12 @@ class ServeConfig:
             lora: each `NAME=PATH`.
 
         Raises:
-            UsageError: one has the name of the model.
+            UsageError: one has a name of the model.
         """
-        if self.served_model_name in [text.partition("=")[0] for text in lora]:
+        for name in {text.partition("=")[0] for text in lora} & set(self.served_model_name):
             raise UsageError(
-                f"--lora: wanted names other than the model's, got "
-                f"{shown(self.served_model_name)}; --served-model-name changes that"
+                f"--lora: wanted names other than the model's, got {shown(name)}; "
+                "--served-model-name changes that"
             )
 
 

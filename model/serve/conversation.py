@@ -15,26 +15,26 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from model.control.images import data_of
 from model.errors import shown
-from model.serve.bounds import Many, Strict, Text
+from model.serve.bounds import Lenient, Many, Strict, Text
 from model.serve.errors import ApiError
 from model.serve.tools import Tool, ToolCall
 
 
-class TextPart(Strict):
+class TextPart(Lenient):
     """A piece of a message."""
 
     type: Literal["text"]
     text: Text
 
 
-class ImageUrl(Strict):
+class ImageUrl(Lenient):
     """Where an image is: a `data:` URL, or one to fetch."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(Strict):
+class ImagePart(Lenient):
     """An image in a message; `data` are the bytes of its file, once they are known."""
 
     type: Literal["image_url"]
@@ -59,7 +59,7 @@ class ImagePart(Strict):
 _PARTS = {"text", "image_url"}
 
 
-class Message(Strict):
+class Message(Lenient):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]

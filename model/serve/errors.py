@@ -78,6 +78,20 @@ class ApiError(Exception):
             return {"Retry-After": str(_RETRY_AFTER_S)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """Return the same error with the client's names of fields. O(message).
+
+        Args:
+            names: them; what is behind the name of a field has another form there.
+        """
+        param, message = self.param or "", self.message
+        name = names.get(param.partition(".")[0])
+        if name is not None:
+            message = f"{name}{message.removeprefix(param)}"
+        for own, other in names.items():
+            message = message.replace(own, other) if "_" in own else message
+        return ApiError(self.status, message, param=name or self.param, code=self.code)
+
     def response(self) -> Response:
         """The whole answer. O(message)."""
         content = json.dumps(self.body)  # ASCII: no message has text that UTF-8 lacks then
@@ -96,10 +110,22 @@ class RefusedBodyError(HTTPException):
         self.error = error
 
 
-def in_body(error: ValidationError) -> RequestValidationError:
-    """The same error as FastAPI raises it for a field of a body. O(its fields)."""
+def in_body(
+    error: ValidationError, names: Mapping[str, str] | None = None
+) -> RequestValidationError:
+    """Return the same error as FastAPI raises it for a field of a body. O(its fields).
+
+    Args:
+        error: of a request.
+        names: as for `ApiError.renamed`.
+    """
+
+    def place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        name = (names or {}).get(str(loc[0])) if loc else None
+        return loc if name is None else (name,)
+
     every = error.errors(include_url=False)
-    return RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in every])
+    return RequestValidationError([{**one, "loc": ("body", *place(one["loc"]))} for one in every])
 
 
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:

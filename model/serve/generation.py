@@ -18,6 +18,7 @@ import hashlib
 import ipaddress
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request, Response
@@ -28,15 +29,17 @@ from model.async_engine import EngineFaultError
 from model.control.request import FinishReason
 from model.control.submission import Submission
 from model.errors import ModelError
+from model.serve.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from model.serve.errors import ApiError, api_error
 from model.serve.gate import given_key
 from model.serve.logprobs import ENTRY_BYTES, LogprobsWriter, num_entries, quoted
-from model.serve.protocol import GenerationRequest, PromptTokensDetails, Usage
+from model.serve.protocol import GenerationRequest
+from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
 if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Part, Reader
+    from model.serve.reading import Part
 
 _TURN_CHARACTERS = 32_768
 """What is written of an answer before others have a turn on the event loop."""
@@ -86,7 +89,7 @@ class Form(Protocol):
         ...
 
 
-def usage(stream: TokenStream) -> Usage:
+def usage(stream: TokenStream, num_reasoning_tokens: int = 0) -> Usage:
     """The counts of a stream's tokens. O(samples)."""
     prompt, output = stream.num_prompt_tokens, stream.num_output_tokens
     return Usage(
@@ -94,14 +97,30 @@ def usage(stream: TokenStream) -> Usage:
         completion_tokens=output,
         total_tokens=prompt + output,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=stream.num_cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
+    )
+
+
+def num_reasoning_tokens(
+    readers: Sequence[CountingReader], stream: TokenStream, service: Service
+) -> int:
+    """Return how many of a stream's tokens are reasoning. O(tokens) if any is."""
+    decode = service.engine.engine.model.codec.decode
+    return sum(
+        reader.num_tokens(
+            partial(decode, skip_special_tokens=sample.request.params.skip_special_tokens),
+            [token.token_id for token in sample.tokens],
+        )
+        for reader, sample in zip(readers, stream.samples, strict=False)
+        if reader.has_reasoning
     )
 
 
 def with_warning(response: Response, asked: GenerationRequest) -> Response:
-    """An answer whose header names the fields of its request that were ignored. O(fields)."""
-    if asked.unknown_fields:
-        names = ", ".join(asked.unknown_fields)
-        response.headers["Warning"] = f'299 - "unknown fields were ignored: {names}"'
+    """An answer whose header names what of its request was ignored or left out. O(names)."""
+    told = [f'299 - "{why}: {", ".join(names)}"' for why, names in asked.warnings.items()]
+    if told:
+        response.headers["Warning"] = ", ".join(told)
     return response
 
 
@@ -133,7 +152,7 @@ class EventForm:
         self._repeats_usage = body.repeats_usage
         self._tells_ids = bool(body.return_token_ids)
         self._scores_prompt = body.prompt_logprobs is not None
-        self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
+        self._writer = LogprobsWriter(service.engine.engine.model.codec)
         self._num_told: dict[int, int] = {}  # tokens of each sample so far
 
     def end(self, stream: TokenStream) -> str:
@@ -215,7 +234,7 @@ def reason_json(delta: Delta) -> str:
     return quoted(reason.value)
 
 
-def read(reader: Reader, delta: Delta) -> tuple[list[Part], str]:
+def read(reader: CountingReader, delta: Delta) -> tuple[list[Part], str]:
     """What is new in an answer, and why it has ended, as JSON; null: it has not. O(text).
 
     Raises:

@@ -1,19 +1,24 @@
 """How likely tokens were, as OpenAI's clients read it: JSON, a piece at a time.
 
 Decides: what a token is called: its own text. A token that is a part of a character has no text of
-its own, so its bytes are unknown; one that is special has an empty one. And how many entries are
+its own, but bytes; one that is special has an empty text. And how many entries are
 written at once: 256 answers of 200 tokens have a million, which is seconds of the event loop.
 
 Does not know: how the numbers came about, how an answer is sent.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from model.control.request import SampledToken
 from model.control.submission import Submission
+
+if TYPE_CHECKING:  # it loads Transformers
+    from model.load.codec import TextCodec
 
 ENTRY_BYTES = 128
 """What an entry takes in memory until its answer is sent: two numbers in a tuple."""
@@ -43,11 +48,11 @@ class LogprobsWriter:
     """Writes the log-probabilities of one request.
 
     Args:
-        decode: tokens to text.
+        codec: tokens to text and to bytes.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
         self._texts: dict[int, str] = {}
         self._named: dict[int, tuple[str, str]] = {}
 
@@ -114,8 +119,9 @@ class LogprobsWriter:
         named = self._named.get(token_id)
         if named is None:
             text = self._text(token_id)
-            known = None if _BROKEN in text else list(text.encode())
-            named = (f'{{"token":{quoted(text)},"logprob":', f',"bytes":{json.dumps(known)}')
+            known = self._codec.token_bytes(token_id) if _BROKEN in text else None
+            own = list(text.encode() if known is None else known)
+            named = (f'{{"token":{quoted(text)},"logprob":', f',"bytes":{json.dumps(own)}')
             self._named[token_id] = named
         return f"{named[0]}{_number(logprob)}{named[1]}"
 
@@ -130,7 +136,7 @@ class LogprobsWriter:
     def _text(self, token_id: int) -> str:
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self._decode([token_id])
+            text = self._texts[token_id] = self._codec.decode([token_id])
         return text
 
 

@@ -1,6 +1,8 @@
 """`/v1/messages`: Anthropic's interface, as another form of a chat.
 
 Decides: what of a message's blocks is what of a chat, and how an answer's blocks and events look.
+Tools that Anthropic's own servers or models know, and blocks of other types, are left out and
+named; a document that has no text is refused in the last message, for that is about it.
 https://docs.anthropic.com/en/api/messages
 
 Does not know: how a chat is answered (`chat.py`), how an answer is cut into blocks (`blocks.py`).
@@ -8,30 +10,32 @@ Does not know: how a chat is answered (`chat.py`), how an answer is cut into blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from model.serve.blocks import Block, BlockForm, OtherRequest, content_of, event
-from model.serve.bounds import Lenient, Many, Text
+from model.serve.bounds import KNOWN, OTHER, Lenient, Many, Other, Text, by_type
 from model.serve.chat import converse
 from model.serve.errors import ApiError
-from model.serve.generation import usage
+from model.serve.generation import usage, with_warning
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest
+from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.serve.tools import Name, earlier_call
 from model.token_stream import TokenStream
 
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Reader
+_Readable = Literal[
+    "text", "image", "document", "search_result", "thinking", "tool_use", "tool_result"
+]
+"""The types of blocks that a model can read."""
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-_FIELDS = {"stop": "stop_sequences", "response_format": "output_config"}
 
 
 class TextBlock(Lenient):
@@ -41,43 +45,69 @@ class TextBlock(Lenient):
     text: Text
 
 
-class ImageSource(Lenient):
-    """Where an image is: in the request, or behind a URL."""
+class Source(Lenient):
+    """Where an image or a document is: in the request, behind a URL, or in a file elsewhere."""
 
-    type: Literal["base64", "url"]
+    type: Literal["base64", "url", "text", "content", "file"]
     media_type: str = ""
-    data: str = ""
+    data: Text = ""
     url: str = ""
+    content: Text | Many[_Block] = ""
 
 
 class ContentBlock(Lenient):
-    """Text, an image, reasoning of an earlier answer, a call, or what came of one."""
+    """Text, an image, a document, reasoning, a call, or what came of one or of a search."""
 
-    type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    type: _Readable
     text: Text = ""
     thinking: Text = ""
     id: str | None = None
     name: Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    source: ImageSource | None = None
-    content: Text | Many[TextBlock] | None = None
+    source: Source | Text | None = None
+    title: Text | None = None
+    context: Text | None = None
+    content: Text | Many[_Block] | None = None
 
     @property
     def image_url(self) -> str:
         """The URL of its image; empty: it is none. O(image)."""
-        if self.type != "image" or self.source is None:
-            return ""
         source = self.source
+        if self.type != "image" or not isinstance(source, Source):
+            return ""
         is_own = source.type == "base64"
         return f"data:{source.media_type};base64,{source.data}" if is_own else source.url
+
+    @property
+    def said(self) -> str | None:
+        """Its text; None: it has none that can be read. O(text)."""
+        source = self.source
+        if self.type == "search_result":
+            lines = [self.title, source if isinstance(source, str) else "", self.content or ""]
+        elif self.type == "document":
+            given = source if isinstance(source, Source) else Source(type="file")
+            body = {"text": given.data, "content": given.content}.get(given.type)
+            if body is None:
+                return None
+            lines = [self.title, self.context, body]
+        else:
+            return self.text
+        texts = (one if isinstance(one, str) else _content(one) for one in lines if one)
+        return "\n".join(["", *[text for text in texts if isinstance(text, str)], ""])
+
+
+_Block = Annotated[
+    Annotated[ContentBlock, KNOWN] | Annotated[Other, OTHER],
+    by_type(*get_args(_Readable)),
+]
 
 
 class Turn(Lenient):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | Many[ContentBlock]
+    content: Text | Many[_Block]
 
     def translated(self, place: str) -> list[dict[str, object]]:
         """It as messages of a chat: what came of calls first. O(content).
@@ -91,11 +121,13 @@ class Turn(Lenient):
         said: dict[str, Any] = {"role": self.role}
         is_said = not self.content
         for number, block in enumerate(self.content):
+            if isinstance(block, Other):
+                continue
             if block.type == "tool_result":
-                output = _joined(block.content or "")
+                output = _content(block.content or "")
                 told.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": output})
                 continue
-            is_said = True
+            is_said = is_said or block.type != "thinking" or block.thinking != ""
             if block.thinking:
                 said["reasoning_content"] = said.get("reasoning_content", "") + block.thinking
             if block.type == "tool_use":
@@ -103,8 +135,21 @@ class Turn(Lenient):
                     block.id, block.name, quoted(block.input or {}), f"{place}.content.{number}"
                 )
                 said.setdefault("tool_calls", []).append(made)
-        said["content"] = content_of((block.text, block.image_url) for block in self.content)
+        said["content"] = _content(self.content)
         return [*told, said] if is_said else told
+
+
+def _unread(content: str | Sequence[_Block], place: str) -> Iterator[tuple[str, str]]:
+    """The blocks that a model cannot read, those inside of others too: the place and the type."""
+    for number, block in enumerate([] if isinstance(content, str) else content):
+        where = f"{place}.content.{number}"
+        is_empty = isinstance(block, ContentBlock) and (
+            block.said is None or (block.type == "thinking" and not block.thinking)
+        )
+        if isinstance(block, Other) or is_empty:
+            yield where, block.type
+        elif block.content is not None:
+            yield from _unread(block.content, where)
 
 
 class CustomTool(Lenient):
@@ -114,6 +159,9 @@ class CustomTool(Lenient):
     name: Name
     description: Text | None = None
     input_schema: dict[str, Any]
+
+
+_Tool = Annotated[Annotated[CustomTool, KNOWN] | Annotated[Other, OTHER], by_type("custom")]
 
 
 class ToolChoice(Lenient):
@@ -147,27 +195,54 @@ class OutputConfig(Lenient):
 class CountRequest(OtherRequest):
     """`POST /v1/messages/count_tokens`."""
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        "container": (), "mcp_servers": ([],),
+    IGNORED: ClassVar[dict[str, tuple[object, ...]]] = {
+        "container": (), "mcp_servers": ([],), "context_management": ({},),
+    }  # fmt: skip
+    FIELDS: ClassVar[dict[str, str]] = {
+        "stop": "stop_sequences", "response_format": "output_config",
+        "reasoning_effort": "output_config", "user": "metadata",
     }  # fmt: skip
 
     model: str | None = None
     messages: Many[Turn] = Field(min_length=1)
     system: Text | Many[TextBlock] | None = None
-    tools: Many[CustomTool] | None = None
+    tools: Many[_Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    # Named unless they ask for nothing.
+    container: Any = None
+    mcp_servers: Any = None
+    context_management: Any = None
+
+    def _messages(self) -> list[dict[str, object]]:
+        """The messages of a chat; what is left out of them is named.
+
+        Raises:
+            ApiError: the last one has a document without text, or nothing that can be read.
+        """
+        messages: list[dict[str, object]] = []
+        last = len(self.messages) - 1
+        for number, turn in enumerate(self.messages):
+            made = turn.translated(f"messages.{number}")
+            unread = list(_unread(turn.content, f"messages.{number}"))
+            for place, kind in unread if number == last else ():
+                if kind == "document" or not made:
+                    raise ApiError(
+                        400, f"{place}.type: wanted a block that has text, or an image, got {kind}",
+                        param=f"{place}.type", code="unsupported",
+                    )  # fmt: skip
+            self._left_out += [f"{place} ({kind})" for place, kind in unread]
+            messages += made
+        if self.system:
+            system = self.system if isinstance(self.system, str) else _content(self.system)
+            messages.insert(0, {"role": "system", "content": system})
+        return messages
 
     def translated(self) -> dict[str, object]:
         """It as the fields of a chat. O(messages)."""
-        messages = [
-            one
-            for place, turn in enumerate(self.messages)
-            for one in turn.translated(f"messages.{place}")
-        ]
-        if self.system:
-            messages.insert(0, {"role": "system", "content": _joined(self.system)})
+        messages = self._messages()
         fields: dict[str, object] = {"model": self.model, "messages": messages}
         if self.messages[-1].role == "assistant":  # the beginning of the answer
             fields["continue_final_message"] = True
@@ -178,7 +253,13 @@ class CountRequest(OtherRequest):
                     "parameters": tool.input_schema,
                 }}
                 for tool in self.tools
+                if isinstance(tool, CustomTool)
             ]  # fmt: skip
+            self._left_out += [
+                f"tools.{number} ({tool.type})"
+                for number, tool in enumerate(self.tools)
+                if isinstance(tool, Other)
+            ]
         choice = self.tool_choice
         if choice is not None:
             named = {"type": "function", "function": {"name": choice.name or ""}}
@@ -190,8 +271,9 @@ class CountRequest(OtherRequest):
         config = self.output_config or OutputConfig()
         if config.effort is not None:
             fields["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
-        if config.format is not None:
-            schema = {"schema": config.format.schema_}
+        form = config.format or self.output_format
+        if form is not None:
+            schema = {"schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
@@ -227,14 +309,23 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
-def _joined(texts: str | Sequence[TextBlock]) -> str:
-    return texts if isinstance(texts, str) else "".join([block.text for block in texts])
+def _content(blocks: str | Sequence[_Block | TextBlock]) -> str | list[dict[str, object]]:
+    """Return blocks as the content of a message of a chat, without those it cannot have."""
+    if isinstance(blocks, str):
+        return blocks
+    return content_of(
+        (block.text, "") if isinstance(block, TextBlock) else (block.said or "", block.image_url)
+        for block in blocks
+        if not isinstance(block, Other)
+    )
 
 
 class _Answer(BlockForm):
     """How Anthropic's messages are written."""
 
-    def __init__(self, body: ChatRequest, service: Service, readers: Sequence[Reader]) -> None:
+    def __init__(
+        self, body: ChatRequest, service: Service, readers: Sequence[CountingReader]
+    ) -> None:
         super().__init__(service, readers)
         self._head: dict[str, object] = {
             "id": service.new_id("msg"), "type": "message", "role": "assistant",
@@ -310,12 +401,13 @@ def messages(service: Service) -> APIRouter:
     @router.post("/v1/messages")
     async def message(body: MessagesRequest, request: Request) -> Response:
         """Answer messages."""
-        return await converse(service, body.chat(), request, _Answer, _FIELDS, is_cut=True)
+        return await converse(service, body.chat(), request, _Answer, body.FIELDS, is_cut=True)
 
     @router.post("/v1/messages/count_tokens")
-    async def count(body: CountRequest) -> TokenCount:
+    async def count(body: CountRequest, response: Response) -> TokenCount:
         """Count the tokens of messages."""
         chat = body.chat()
+        with_warning(response, chat)
         chat.check(is_strict=service.config.strict_fields)
         service.check_model(chat.model)
         service.serving()

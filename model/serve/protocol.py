@@ -1,31 +1,40 @@
-"""What clients send and get: OpenAI's fields, and those that vLLM's clients add.
+"""The requests that clients send: OpenAI's fields, and those that vLLM's clients add.
 
 Decides: names, types and defaults, which of OpenAI's fields are taken although nothing follows from
 them, and which are refused by name because an answer without them would be another one. What a
 value may be is checked where it is used: by `SamplingParams`.
 
-Invariants: a field that is not here is an error, but in a request itself, where it is ignored and
-named in a header unless --strict-fields is given; a value of another type is an error, and so is
-more than `bounds.py` allows.
+Invariants: a field that is not here is an error, but in a request itself and in what clients keep
+of earlier turns (messages, parts, tools, calls), where it is ignored; what is ignored or left out
+of a request itself is named in a header, or refused with --strict-fields; a value of another type
+is an error, and so is more than `bounds.py` allows.
 
 Does not know: how anything is answered.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    model_validator,
+)
 
 import kvcore
 from model.control.grammar import Grammar
-from model.control.params import SamplingParams
+from model.control.params import MAX_INT, SamplingParams
 from model.control.submission import Prompt, Retained, Submission, salted
-from model.errors import InvalidArgumentError
-from model.serve.bounds import Many, Strict, Text, checked_prompt
+from model.errors import InvalidArgumentError, shown
+from model.serve.bounds import OTHER, Many, Other, Strict, Text, by_type, checked_prompt, of_type
 from model.serve.conversation import ConversationOptions, Message
 from model.serve.errors import ApiError
-from model.serve.tools import ChosenTool, Mode, ToolCall, call_grammar
+from model.serve.tools import ChosenTool, Mode, call_grammar
 
 _GRAMMARS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
@@ -118,6 +127,10 @@ class StructuredOutputs(Strict):
         )
 
 
+_IGNORED: dict[str, tuple[object, ...]] = {
+    "store": (False,), "service_tier": ("auto", "default"),
+}  # fmt: skip
+
 _UNSUPPORTED_ANYWHERE: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (), "truncate_prompt_tokens": (), "documents": ([],),
     "prompt_embeds": (), "use_beam_search": (False,), "chat_template": (),
@@ -140,13 +153,39 @@ def refuse_unsupported(asked: BaseModel, fields: Mapping[str, tuple[object, ...]
             )
 
 
+def ignored(asked: BaseModel, fields: Mapping[str, tuple[object, ...]]) -> list[str]:
+    """Return the fields that have other values than those that ask for nothing. O(fields)."""
+    return [
+        name
+        for name, idle in fields.items()
+        if (value := getattr(asked, name, None)) is not None and value not in idle
+    ]
+
+
+def _in_header(names: Iterable[str], most: int) -> list[str]:
+    """Return names as a header can have them, the first of them where they are many."""
+    told = [re.sub(r"[^\w.() -]", "?", name[:64], flags=re.ASCII) for name in names]
+    return told if len(told) <= most else [*told[:most], f"{len(told) - most} more"]
+
+
 class GenerationRequest(Strict):
-    """What completions and chats have in common."""
+    """What completions and chats have in common.
+
+    Attributes:
+        ignored: fields from which nothing follows although they ask for something.
+        left_out: tools, items and the like that the model does not get, by their places.
+    """
 
     model_config = ConfigDict(extra="allow")
     MOST_STRANGERS = 16
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {}
     """Fields that can only have these values, because nothing else is done."""
+
+    IGNORED: ClassVar[dict[str, tuple[object, ...]]] = {}
+    """Fields from which nothing follows; with other values than these they are named."""
+
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+    _left_out: list[str] = PrivateAttr(default_factory=list)
 
     model: str | None = None
     temperature: float | None = None
@@ -181,24 +220,29 @@ class GenerationRequest(Strict):
     guided_grammar: Text | None = None
     user: Text | None = None
     # Taken, and nothing follows from them.
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     store: bool | None = None
 
     @property
     def grammar_field(self) -> str:
-        """The field that says what an answer must be; empty: none does. O(1).
+        """The field that says what an answer must be; empty: none does. O(1), of several O(them).
+
+        Several are allowed where they say the same, as clients that know old and new names do.
 
         Raises:
-            ApiError: several do.
+            ApiError: several say different things.
         """
         given = [name for name in _GRAMMARS if getattr(self, name) is not None]
         if self.response_format is not None and self.response_format.type == "text":
             given.remove("response_format")
-        if len(given) > 1:
-            raise ApiError(400, f"{given[1]}: cannot be combined with {given[0]}", param=given[1])
+        if len(given) > 1 and len({self._guide(name) for name in given}) > 1:
+            raise ApiError(
+                400, f"{given[1]}: cannot be combined with another {given[0]}", param=given[1]
+            )
         return given[0] if given else ""
 
     @property
@@ -209,7 +253,11 @@ class GenerationRequest(Strict):
             ApiError: it says so twice, or leaves out the schema.
             InvalidArgumentError: it means nothing.
         """
-        match self.grammar_field:
+        return self._guide(self.grammar_field)
+
+    def _guide(self, name: str) -> Grammar | None:
+        """Return the grammar that one field asks for."""
+        match name:
             case "guided_json":
                 return Grammar.json_schema(self.guided_json or "")
             case "guided_regex":
@@ -267,23 +315,41 @@ class GenerationRequest(Strict):
 
     @property
     def unknown_fields(self) -> list[str]:
-        """Fields that no one here knows, at most 16 of them, as a header can have them. O(1)."""
-        known = _UNSUPPORTED_ANYWHERE
-        names = [name for name in self.model_extra or () if name not in known]
-        names = names[: self.MOST_STRANGERS]
-        return [re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names]
+        """Fields that are not known here, at most 16 of them. O(1)."""
+        return [name for name in self.model_extra or () if name not in _UNSUPPORTED_ANYWHERE]
+
+    def note(self, fields: Iterable[str], left_out: Iterable[str]) -> None:
+        """Add fields that are ignored and what is left out of the request. O(both)."""
+        self._ignored += fields
+        self._left_out += left_out
+
+    @property
+    def warnings(self) -> dict[str, list[str]]:
+        """The names of what nothing follows from, by the reason. O(names)."""
+        every = {
+            "unknown fields were ignored": self.unknown_fields,
+            "fields were ignored": [*ignored(self, self.IGNORED), *self._ignored],
+            "left out, as it cannot be used here": self._left_out,
+        }
+        return {
+            why: _in_header(names, self.MOST_STRANGERS) for why, names in every.items() if names
+        }
 
     def check(self, *, is_strict: bool) -> None:
         """Refuse what is not done here, by name. O(fields).
 
         Args:
-            is_strict: whether fields that no one here knows are refused too.
+            is_strict: True if what would be named in a header is refused too.
 
         Raises:
             ApiError: it asks for that.
         """
-        for name in self.unknown_fields if is_strict else ():
-            raise ApiError(400, f"{name}: unknown field", param=name, code="unknown_field")
+        for why, names in self.warnings.items() if is_strict else ():
+            is_unknown = why.startswith("unknown")
+            told = "unknown field" if is_unknown else f"{why}, and --strict-fields refuses that"
+            code = "unknown_field" if is_unknown else "unsupported"
+            param = names[0].partition(" ")[0]
+            raise ApiError(400, f"{names[0]}: {told}", param=param, code=code)
         refuse_unsupported(self, self.UNSUPPORTED | _UNSUPPORTED_ANYWHERE)
         if self.n is not None and not 1 <= self.n <= MAX_SAMPLES:
             raise ApiError(400, f"n: wanted 1 to {MAX_SAMPLES}, got {self.n}", param="n")
@@ -329,7 +395,8 @@ class GenerationRequest(Strict):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,
-            "seed": self.seed,
+            # -1 asks for any seed, as in llama.cpp; OpenAI's others are signed.
+            "seed": None if self.seed in {None, -1} else self.seed % (MAX_INT + 1),
             "stop": tuple(stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "bad_words": None if self.bad_words is None else tuple(self.bad_words),
@@ -352,9 +419,8 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        "suffix": ("",), "best_of": (), "store": (False,),
-    }  # fmt: skip
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {"suffix": ("",)}
+    IGNORED: ClassVar[dict[str, tuple[object, ...]]] = _IGNORED
 
     prompt: _Prompt
     logprobs: int | None = None
@@ -372,23 +438,61 @@ class CompletionRequest(GenerationRequest):
             return [prompt]
         return list(prompt)  # type: ignore[arg-type]
 
+    def check(self, *, is_strict: bool) -> None:
+        """Refuse what is not done here, as above, and more texts than are sent."""
+        super().check(is_strict=is_strict)
+        refuse_unsupported(self, {"best_of": (1, self.n)})
+
+
+class AllowedTools(Strict):
+    """The tools that may be called, of those on offer."""
+
+    mode: Literal["auto", "required"]
+    tools: Many[dict[str, Any]]
+
+    @property
+    def names(self) -> set[object]:
+        """The names of those that are functions. O(tools)."""
+        asked = [tool.get("function") for tool in self.tools if tool.get("type") == "function"]
+        return {one.get("name") for one in asked if isinstance(one, dict)}
+
+
+class AllowedChoice(Strict):
+    """A choice that allows some tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+_Choice = (
+    Mode
+    | Annotated[
+        Annotated[ChosenTool, of_type("function")]
+        | Annotated[AllowedChoice, of_type("allowed_tools")]
+        | Annotated[Other, OTHER],
+        by_type("function", "allowed_tools", apart=True),
+    ]
+)
+
 
 class ChatRequest(ConversationOptions, GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
-        "store": (False,), "functions": ([],), "function_call": ("none",),
-        "modalities": (["text"],), "audio": (), "prediction": (), "verbosity": (),
-        "web_search_options": (),
+        "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+        "audio": (),
+    }  # fmt: skip
+    IGNORED: ClassVar[dict[str, tuple[object, ...]]] = {
+        **_IGNORED, "prediction": (), "verbosity": ("medium",), "web_search_options": (),
     }  # fmt: skip
 
     messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: Mode | ChosenTool | None = None
+    tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
-    # Refused unless they ask for nothing.
+    # Refused or ignored unless they ask for nothing.
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: Many[str] | None = None
@@ -396,6 +500,30 @@ class ChatRequest(ConversationOptions, GenerationRequest):
     prediction: Any = None
     verbosity: Any = None
     web_search_options: Any = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_tools_to_call(cls, given: object, make: ModelWrapValidatorHandler[Self]) -> Self:
+        """Leave out tools that are no functions, and those that the choice does not allow."""
+        tools = given.get("tools") if isinstance(given, dict) else None
+        left_out: list[str] = []
+        if isinstance(given, dict) and isinstance(tools, list):
+            kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+            others = {
+                number: kind
+                for number, kind in enumerate(kinds)
+                if isinstance(kind, str) and kind != "function"
+            }
+            left_out = [f"tools.{number} ({kind})" for number, kind in others.items()]
+            kept = [tool for number, tool in enumerate(tools) if number not in others]
+            given = {**given, "tools": kept}
+        made = make(given)
+        made.note((), left_out)
+        if isinstance(made.tool_choice, AllowedChoice):
+            allowed = made.tool_choice.allowed_tools
+            made.tools = [t for t in made.tools or () if t.function.name in allowed.names]
+            made.tool_choice = allowed.mode
+        return made
 
     def chat(self) -> Self:
         """It as a chat, as other requests have it: itself. O(1)."""
@@ -421,11 +549,13 @@ class ChatRequest(ConversationOptions, GenerationRequest):
     def grammar_field(self) -> str:
         """The field that says what an answer must be, as above; `tools` where a call is demanded.
 
+        A `response_format` is that of an answer's text, and a demanded call has none.
+
         Raises:
             ApiError: several do.
         """
         given = super().grammar_field
-        if given and self.must_call:
+        if given and given != "response_format" and self.must_call:
             raise ApiError(
                 400, f"{given}: cannot be combined with a tool_choice that demands a call",
                 param=given,
@@ -444,11 +574,14 @@ class ChatRequest(ConversationOptions, GenerationRequest):
         """Refuse what is not done here, as above, and choices of tools that mean nothing."""
         super().check(is_strict=is_strict)
         names = [tool.function.name for tool in self.tools or ()]
-        if self.must_call and (not names or self.chosen not in {None, *names}):
+        choice = self.tool_choice
+        wanted = self.chosen or (choice.type if isinstance(choice, Other) else None)
+        if (wanted is not None and wanted not in names) or (self.must_call and not names):
+            tools = [name for name in self._left_out if name.startswith("tools.")]
+            reason = f"; these were left out: {', '.join(tools)}" if tools else ""
+            got = f", got {shown(wanted)}" if wanted is not None else " to call, got none"
             raise ApiError(
-                400,
-                f"tool_choice: wanted one of the functions of tools, got {self.chosen!r}"
-                if names else "tool_choice: allowed only with tools",
+                400, f"tool_choice: wanted one of the functions of tools{got}{reason}",
                 param="tool_choice",
             )  # fmt: skip
         if len(set(names)) < len(names):
@@ -481,160 +614,6 @@ def _biases(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...] | No
             )
         pairs.append((int(token), value))
     return tuple(pairs)
-
-
-class PromptTokensDetails(BaseModel):
-    """What became of a prompt's tokens."""
-
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    """How many tokens an answer took."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class TopLogprob(BaseModel):
-    """A token, and how likely it was."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """The token that was drawn, and others in its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    """The tokens of a chat's answer."""
-
-    content: list[TokenLogprob]
-
-
-class CompletionLogprobs(BaseModel):
-    """The tokens of a completion."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    """One text."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-
-
-class Completion(BaseModel):
-    """The answer of `/v1/completions`, and each piece of a stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class ChatMessage(BaseModel):
-    """What the assistant says."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ChatChoice(BaseModel):
-    """One answer of a chat."""
-
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class ChatCompletion(BaseModel):
-    """The answer of `/v1/chat/completions`."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ModelCard(BaseModel):
-    """A model that can be asked for."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "kvcore"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    """All of them."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Tokenized(BaseModel):
-    """The answer of `/tokenize`."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-
-
-class Detokenized(BaseModel):
-    """The answer of `/detokenize`."""
-
-    prompt: str
-
-
-class HealthReport(BaseModel):
-    """The answer of `/health`."""
-
-    status: str
-    num_faults: int
-    last_fault: str | None
-
-
-class Version(BaseModel):
-    """The answer of `/version`."""
-
-    version: str
-
-
-class ErrorDetail(BaseModel):
-    """What is wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReport(BaseModel):
-    """Every answer that is none."""
-
-    type: Literal["error"] = "error"
-    error: ErrorDetail
 
 
 def field_names() -> set[str]:

@@ -38,14 +38,15 @@ class Service:
 
     Attributes:
         engine: runs it.
-        name: what clients call the model.
+        name: what clients call the model; the first of its names.
         config: how clients are met.
         created: when it was made, in seconds of the epoch.
     """
 
-    def __init__(self, engine: AsyncEngine, name: str, config: ServeConfig) -> None:
+    def __init__(self, engine: AsyncEngine, names: Sequence[str], config: ServeConfig) -> None:
         self.engine = engine
-        self.name = name
+        self.name = names[0]
+        self._own_names = tuple(dict.fromkeys(names))
         self.config = config
         self.created = self.now()
         self._ids = ids()
@@ -61,12 +62,12 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call a model: the model's name, then those of its LoRA adapters."""
-        return self.name, *self.engine.engine.adapter_names
+        """What clients may call a model: the model's names, then those of its LoRA adapters."""
+        return *self._own_names, *self.engine.engine.adapter_names
 
     def adapter(self, name: str | None) -> str | None:
         """The LoRA adapter that a request names as its model; None: the model itself. O(1)."""
-        return None if name == self.name else name
+        return None if name in self._own_names else name
 
     def check_model(self, name: str | None) -> None:
         """Raise unless this is served, or none is named. O(adapters)."""

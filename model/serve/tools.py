@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from model.control.grammar import Grammar
-from model.serve.bounds import Strict, Text
+from model.serve.bounds import Lenient, Strict, Text
 from model.serve.errors import ApiError
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -32,7 +32,7 @@ _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-class Function(Strict):
+class Function(Lenient):
     """A function that the model may call; without parameters it takes none."""
 
     name: Name
@@ -41,7 +41,7 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Lenient):
     """A tool, as a chat has it."""
 
     type: Literal["function"]
@@ -61,7 +61,7 @@ class ChosenTool(Strict):
     function: ChosenFunction
 
 
-class CalledFunction(Strict):
+class CalledFunction(Lenient):
     """A function and what it was called with: a JSON object, as text."""
 
     name: Name
@@ -69,7 +69,7 @@ class CalledFunction(Strict):
     parsed_arguments: Any = None  # by OpenAI's client
 
 
-class ToolCall(Strict):
+class ToolCall(Lenient):
     """A call in an earlier message of the assistant."""
 
     id: str | None = None

@@ -38,13 +38,13 @@ def test_flags_become_settings():
     assert (options.cluster.replicas, options.cluster.router) == (3, "power-of-two")
     assert options.model.tp == 2
     assert options.engine.record_events
-    assert options.serve.served_model_name == "tiny"
+    assert options.serve.served_model_name == ("tiny",)
 
 
 def test_requests_call_a_model_of_the_hub_by_its_id_and_a_folder_by_its_last_part(tmp_path):
     for parse in (parse_args, serve_args.parse_args):
         for path, name in (("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), (str(tmp_path), tmp_path.name)):
-            assert parse(["--model", path]).serve.served_model_name == name
+            assert parse(["--model", path]).serve.served_model_name == (name,)
 
 
 @pytest.mark.parametrize(

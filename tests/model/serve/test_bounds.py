@@ -61,7 +61,7 @@ WRONG = [
     (DetokenizeRequest, {"tokens": [1], **dict.fromkeys(map(str, range(400_000)), 1)}),
     (CompletionRequest, {"prompt": "a", "stop": [1] * 16}),
     (ChatRequest, {"messages": [{"rol": "user"}] * 16_000}),
-    (ChatRequest, {"messages": [{**USER, **dict.fromkeys(map(str, range(400_000)), 1)}]}),
+    (ChatRequest, {"messages": [{"role": 5, **dict.fromkeys(map(str, range(400_000)), 1)}]}),
     (DetokenizeRequest, {"tokens": ["a"] * 1_000_000}),
 ]
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from model.sample import grammar_compiler
-from model.serve.protocol import ErrorReport
+from model.serve.answers import ErrorReport
 from tests.hang import HANG_S
 
 ENDLESS = {"prompt": "A tuple is", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}

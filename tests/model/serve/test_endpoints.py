@@ -1,6 +1,8 @@
 """What every endpoint answers, and what it says to a request that it cannot take."""
 
 import json
+import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -9,10 +11,13 @@ from fastapi import applications
 import kvcore
 from model.async_engine import AsyncEngine
 from model.control.params import SamplingParams
+from model.errors import UsageError
+from model.serve.args import parse_args
 from model.serve.config import ServeConfig
 from tests.hang import HANG_S
 from tests.model.serve.conftest import DEADLINE_S, Served
 
+ROOT = Path(__file__).parents[3]
 GREEDY = {"prompt": "A tuple is", "max_tokens": 8, "temperature": 0}
 
 
@@ -74,6 +79,56 @@ def test_a_model_whose_name_has_slashes_is_found_by_it(make_engine):
         assert client.get(f"/v1/models/{listed['id']}").json() == listed
         assert client.get("/v1/models/my%2Fmodel").json() == listed
         assert client.get("/v1/models/my").status_code == 404
+
+
+def test_a_model_with_several_names_is_found_by_each(make_engine):
+    options = parse_args(["--served-model-name", "tiny", "gpt-5", "org/tiny", "--port", "0"])
+    config = options.serve
+    assert parse_args(["--served-model-name", "one"]).serve.served_model_name == ("one",)
+    assert config.served_model_name == ("tiny", "gpt-5", "org/tiny")
+    with (
+        Served(AsyncEngine(make_engine), config) as running,
+        httpx.Client(base_url=running.url, timeout=DEADLINE_S) as client,
+    ):
+        listed = client.get("/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == ["tiny", "gpt-5", "org/tiny"]
+        asked = {"prompt": list(range(100, 148)), "max_tokens": 2, "temperature": 0}
+        for name in (None, "tiny", "gpt-5", "org/tiny"):
+            made = client.post("/v1/completions", json={**asked, "model": name}).json()
+            assert made["model"] == (name or "tiny")
+            cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (cached > 0) == (name is not None)  # they are one model: the first fills
+        for path in ("/v1/models/gpt-5", "/v1/models/org/tiny"):
+            assert client.get(path).status_code == 200
+        refused = client.post("/v1/completions", json={**asked, "model": "other"})
+        assert refused.status_code == 404
+        assert "'tiny' or 'gpt-5' or 'org/tiny'" in refused.json()["error"]["message"]
+
+
+def test_an_adapter_cannot_have_any_of_the_models_names():
+    with pytest.raises(UsageError, match=r"--lora: .* got 'b'; --served-model-name"):
+        parse_args(["--served-model-name", "a", "b", "--lora", "b=somewhere"])
+
+
+def prompts_of_pages():
+    """The prompts that the pages give to the tiny model."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    own = [line for line in lines if "--model" not in line]
+    given = r'(?:--prompt |"prompt": |minimal |\.generate\(\[?)"([A-Z][^"]+)"'
+    return sorted({prompt for line in own for prompt in re.findall(given, line)})
+
+
+@pytest.mark.parametrize("prompt", prompts_of_pages())
+def test_a_prompt_of_a_page_is_answered_without_a_stutter(http, prompt):
+    """No three tokens or fewer come three times in a row."""
+    asked = {"prompt": prompt, "temperature": 0, "max_tokens": 16, "return_token_ids": True}
+    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    ids = choice["token_ids"]
+    for size in (1, 2, 3):
+        for at in range(len(ids)):
+            said = ids[at : at + size]
+            assert ids[at : at + 3 * size] != 3 * said, choice["text"]
 
 
 def test_the_version_is_kvcores(http):

@@ -9,24 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.control.request import FinishReason, SampledToken
-from model.serve.chat import _Messages
-from model.serve.completions import _Texts
-from model.serve.protocol import (
+from model.serve.answers import (
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
-    ChatRequest,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
+    CompletionTokensDetails,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
+from model.serve.chat import _Messages
+from model.serve.completions import _Texts
+from model.serve.protocol import ChatRequest, CompletionRequest
 from model.serve.reading import Form, Reader
+from model.serve.reasoning import CountingReader
 from model.token_stream import Delta
 
 NAME = 'a "model"\n\u2028'
@@ -82,12 +83,13 @@ def completion_logprobs(tokens, offset):
     )
 
 
-READERS = [Reader(Form(), str)] * 4  # of answers that are text
+READERS = [CountingReader(Reader(Form(), str))] * 4  # of answers that are text
 LEFT_OUT = {"choices": {"__all__": {"message": {"reasoning_content", "tool_calls"}}}}
 STREAM = SimpleNamespace(samples=[0], num_prompt_tokens=5, num_output_tokens=6, num_cached_tokens=4)
 USAGE = Usage(
     prompt_tokens=5, completion_tokens=6, total_tokens=11,
     prompt_tokens_details=PromptTokensDetails(cached_tokens=4),
+    completion_tokens_details=CompletionTokensDetails(reasoning_tokens=0),
 )  # fmt: skip
 
 

@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.serve.answers import ChatCompletion, Completion, ErrorReport
 from model.serve.messages import CountRequest, MessagesRequest
-from model.serve.protocol import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    DetokenizeRequest,
-    ErrorReport,
-    TokenizeRequest,
-)
+from model.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from model.serve.responses import ResponsesRequest
 from tests.hang import HANG_S
 
@@ -66,8 +59,23 @@ CALLS = st.lists(
     ),
     max_size=2,
 )
+
+
+def some_of(kinds, **fields):
+    """An object of one of these types, with some of these fields, or with any JSON in them."""
+    others = {name: values | JSON for name, values in fields.items()}
+    return st.fixed_dictionaries({"type": st.sampled_from(kinds)}, optional=others)
+
+
 ITEMS = st.lists(
     st.one_of(
+        some_of(
+            ["custom_tool_call", "local_shell_call", "custom_tool_call_output", "reasoning",
+             "local_shell_call_output", "web_search_call", "item_reference", "compaction"],
+            id=st.text(max_size=2), call_id=st.text(max_size=2), name=NAMES, namespace=NAMES,
+            input=st.text(max_size=5), output=TEXTS, summary=TEXTS,
+            action=st.dictionaries(st.text(max_size=3), JSON, max_size=2),
+        ),
         st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": TEXTS}),
         st.fixed_dictionaries({"type": st.just("function_call"), "call_id": st.text(max_size=2),
                                "name": NAMES, "arguments": ARGUMENTS}),
@@ -78,8 +86,17 @@ ITEMS = st.lists(
     ),
     max_size=4,
 )  # fmt: skip
+SOURCES = some_of(
+    ["text", "content", "base64", "url", "file"], data=st.text(max_size=5), content=TEXTS,
+    media_type=st.just("text/plain"), url=st.text(max_size=3),
+)  # fmt: skip
 BLOCKS = st.lists(
     st.one_of(
+        some_of(
+            ["document", "search_result", "redacted_thinking", "server_tool_use", "image",
+             "web_search_tool_result", "tool_reference"],
+            source=SOURCES, title=st.text(max_size=3), content=TEXTS, context=st.text(max_size=3),
+        ),
         st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=8)}),
         st.fixed_dictionaries({"type": st.just("thinking"), "thinking": st.text(max_size=8)}),
         st.fixed_dictionaries({"type": st.just("tool_use"), "id": st.text(max_size=2),
@@ -95,6 +112,11 @@ TOOLS = {
     ResponsesRequest: st.builds(lambda f: {"type": "function", **f}, FUNCTIONS),
     MessagesRequest: st.fixed_dictionaries({"name": NAMES, "input_schema": SCHEMAS}),
 }
+OTHERS = some_of(
+    ["custom", "namespace", "web_search", "local_shell", "bash_20250124", "mcp"], name=NAMES,
+    tools=st.lists(TOOLS[ResponsesRequest], max_size=2), format=JSON, input_schema=SCHEMAS,
+)  # fmt: skip
+TOOLS = {kind: tools | OTHERS for kind, tools in TOOLS.items()}
 TOOLS |= {TokenizeRequest: TOOLS[ChatRequest], CountRequest: TOOLS[MessagesRequest]}
 CHOICES = st.one_of(
     st.sampled_from(["auto", "none", "required"]),
@@ -102,6 +124,12 @@ CHOICES = st.one_of(
     st.builds(lambda name: {"type": "function", "name": name}, NAMES),
     st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "tool", "none"])},
                           optional={"name": NAMES}),
+    some_of(["allowed_tools", "custom", "web_search"], name=NAMES, namespace=NAMES,
+            mode=st.sampled_from(["auto", "required"]),
+            tools=st.lists(TOOLS[ResponsesRequest], max_size=2),
+            allowed_tools=st.fixed_dictionaries({
+                "mode": st.sampled_from(["auto", "required"]),
+                "tools": st.lists(TOOLS[ChatRequest], max_size=2)})),
 )  # fmt: skip
 MESSAGES = st.lists(
     st.fixed_dictionaries(

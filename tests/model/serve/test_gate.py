@@ -16,11 +16,11 @@ import model.cli.args as run_args
 import model.cluster.args as cluster_args
 from model.async_engine import AsyncEngine
 from model.errors import InvalidArgumentError, UsageError
+from model.serve.answers import ErrorReport
 from model.serve.args import parse_args
 from model.serve.config import ServeConfig
 from model.serve.gate import LINE_BEGINS, Gate
 from model.serve.process import _access_log
-from model.serve.protocol import ErrorReport
 from tests.model.serve.conftest import DEADLINE_S, Served
 
 SHORT = {"prompt": "A tuple is", "max_tokens": 2, "temperature": 0}

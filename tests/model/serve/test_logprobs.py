@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.control.request import FinishReason, SampledToken
 from model.serve import generation, logprobs
+from model.serve.answers import ChatCompletion, Completion
 from model.serve.chat import _Messages
 from model.serve.completions import _Texts
 from model.serve.generation import _EventStream
-from model.serve.protocol import ChatCompletion, ChatRequest, Completion, CompletionRequest
+from model.serve.protocol import ChatRequest, CompletionRequest
 from model.serve.reading import Form, Reader
+from model.serve.reasoning import CountingReader
 from model.tiny import CHECKPOINT_DIR
 from model.token_stream import Delta
 
@@ -35,7 +37,7 @@ def form_of(kind):
     )
     if kind == "chat":
         asked = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
-        readers = [Reader(Form(), str)] * NUM_PROMPTS
+        readers = [CountingReader(Reader(Form(), str))] * NUM_PROMPTS
         return _Messages(ChatRequest.model_validate(asked), service, readers)
     return _Texts(CompletionRequest.model_validate({"prompt": "x", "logprobs": 20}), service, [])
 

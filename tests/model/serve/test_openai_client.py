@@ -196,7 +196,7 @@ def test_an_answer_follows_its_expression_choice_or_grammar(client, guide, patte
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
     ],
 )
 def test_a_form_that_means_nothing_is_named(client, names, guide, param):

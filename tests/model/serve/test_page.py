@@ -32,7 +32,8 @@ def test_every_path_is_named(http):
 def test_every_field_is_named():
     quiet = {
         "messages", "prompt", "store", "functions", "function_call", "modalities", "audio",
-        "prediction", "verbosity", "web_search_options",
+        "prediction", "verbosity", "web_search_options", "best_of", "service_tier", "metadata",
+        "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     }  # fmt: skip  # the prompt's own names; what is refused or means nothing
     for request in (CompletionRequest, ChatRequest):
         assert {name for name in request.model_fields if f"`{name}`" not in PAGE} <= quiet

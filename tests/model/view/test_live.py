@@ -340,6 +340,29 @@ def test_the_page_follows_a_running_server_and_talks_to_it(page, served):
     page.wait_for("document.querySelectorAll('#tip .pieces span').length === 4")
 
 
+@pytest.mark.parametrize("width", [320, 390, 700, 1200])
+def test_nothing_lies_off_a_page_of_any_width(page, served, width):
+    """Each control can be seen and pressed; a table that is wider scrolls by itself."""
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page.open(served.url)
+        page.wait_for("!document.getElementById('follow').hidden")
+        page.run("document.getElementById('list').open = true")
+        off = page.run(
+            "return [...document.querySelectorAll('body *')].filter(e => e.offsetParent"
+            " && !e.closest('table') && (e.getBoundingClientRect().right > innerWidth + 1"
+            " || e.getBoundingClientRect().left < -1)).map(e => e.tagName + e.id)"
+        )
+        assert off == []
+        wide = "document.documentElement.scrollWidth"
+        assert page.run(f"return {wide}") <= width
+        page.find("follow").click()
+        assert page.find("follow").get_attribute("aria-pressed") == "false"
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_the_page_asks_for_the_key_and_keeps_it_nowhere(page, make_engine):
     with serving(make_engine, api_keys=(KEY,)) as locked:
         page.open(locked.url)
