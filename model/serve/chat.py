@@ -185,8 +185,8 @@ async def converse(
         raise api_error(error, names) from error
     if params.grammar is not None and read_as.reasoning is not None:
         params = replace(params, grammar=params.grammar.behind(*read_as.reasoning))
-    if read_as.template is not None and not body.must_call:
-        params = replace(params, skip_special_tokens=False)  # some of them mark regions
+    if service.reading.has_special_tags and not body.must_call:
+        params = replace(params, skip_special_tokens=False)
     turns = await service.turns(body.messages, prompt, body)
     submission = body.submission(prompt, params, service.adapter(body.model))
     asked = Asked(
@@ -205,19 +205,17 @@ def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) ->
     """How the answer of a request is read."""
     if body.must_call:
         return service.reading.demanded(prompt, body.chosen)
-    is_guided = body.grammar_field != ""
-    if not body.may_call:
-        return service.reading.free(prompt, is_guided=is_guided)
-    if not service.reading.knows_calls:
-        raise ApiError(
-            400,
-            "tools: how this model writes calls is unknown; choose with --tool-call-parser, or "
-            "demand a call by tool_choice",
-            param="tools",
-        )
-    tools: list[dict[str, object]] = [tool.model_dump() for tool in body.tools or ()]
-    most_calls = 1 if body.parallel_tool_calls is False else None
-    return service.reading.free(prompt, tools, most_calls, is_guided=is_guided)
+    tools: list[dict[str, object]] = []
+    if body.may_call:
+        tools = [tool.model_dump() for tool in body.tools or ()]
+    said = body.messages[-1].said if body.continue_final_message else None
+    return service.reading.free(
+        prompt,
+        tools,
+        1 if body.parallel_tool_calls is False else None,
+        is_guided=body.grammar_field != "",
+        continued=said if isinstance(said, str) else None,
+    )
 
 
 def chat(service: Service) -> APIRouter:

@@ -18,7 +18,7 @@ PIECES = ["It is 7.", "\n", "<think>", "</think>", CALL, OTHER, "<tool_call>", "
 OPENED = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
-def reading(model_type="qwen3", tool=None, reasoning=None, own=None):
+def reading(model_type="qwen3", tool=None, reasoning=None, template=None):
     codec = ByteCodec()
 
     def decode(tokens, *, skip_special_tokens=True):
@@ -26,7 +26,7 @@ def reading(model_type="qwen3", tool=None, reasoning=None, own=None):
         return bytes(tokens).decode()
 
     made = SimpleNamespace(
-        decode=decode, encode=codec.encode, response_template=own, model_type=model_type
+        decode=decode, encode=codec.encode, chat_template=template, model_type=model_type
     )
     return Reading(made, tool, reasoning)
 
@@ -60,13 +60,12 @@ def test_the_parts_do_not_depend_on_how_a_text_is_cut(pieces, cuts, prompt, tool
 
 
 def test_the_check_of_cuts_notices_white_space_that_is_lost_at_each_of_them(monkeypatch):
-    told = Reader._text
+    told = Reader._tell
 
-    def strips(self, field, text):
-        self._is_blank = True
-        return told(self, field, text)
+    def strips(self, text, **more):
+        return told(self, text.strip(), **more)
 
-    monkeypatch.setattr(Reader, "_text", strips)
+    monkeypatch.setattr(Reader, "_tell", strips)
     with pytest.raises(AssertionError):
         test_the_parts_do_not_depend_on_how_a_text_is_cut()
 
@@ -97,22 +96,13 @@ GEMMA = '<|tool_call>call:add{a:3,why:<|"|>say "hi"<|"|>}<tool_call|>'
         ({"model_type": "qwen3"}, CALL, {"a": 3, "b": 4}),
         ({"model_type": "qwen3_5"}, XML, {"a": 3}),
         ({"model_type": "gemma4"}, GEMMA, {"a": 3, "why": 'say "hi"'}),
-        ({"model_type": "llama", "tool": "qwen3"}, CALL, {"a": 3, "b": 4}),
-        ({"model_type": "qwen3", "tool": "qwen3_5", "reasoning": "qwen3"}, XML, {"a": 3}),
+        ({"model_type": "llama", "tool": "hermes"}, CALL, {"a": 3, "b": 4}),
+        ({"model_type": "qwen3", "tool": "qwen3_coder", "reasoning": "qwen3"}, XML, {"a": 3}),
         ({"model_type": "llama", "reasoning": "gemma4"}, GEMMA, {"a": 3, "why": 'say "hi"'}),
     ],
 )
 def test_a_family_writes_calls_in_its_own_way(flags, text, wanted):
     assert calls_of(reading(**flags), text) == [("add", wanted)]
-
-
-def test_a_tokenizers_own_template_comes_first():
-    calls = {"open": "CALL ", "close": ";", "content": "json", "repeats": True,
-             "transform": {"type": "function", "function": "{content}"}}  # fmt: skip
-    own = {"start_anchor": "bot:", "fields": {"tool_calls": calls, "content": {}}}
-    made = reading("qwen3", own=own)
-    text = 'CALL {"name": "add", "arguments": {"a": 1}}; CALL {"name": "now"};'
-    assert calls_of(made, text) == [("add", {"a": 1}), ("now", {})]
 
 
 def test_a_model_whose_form_is_unknown_has_no_calls():
