@@ -188,7 +188,6 @@ FORMATS = {
             CallForm("<tool_call> {calls}"),
             CallForm("<function_call> {call}"),
         ),
-        before="\n",
         reasoning=_THINK,
         marks=(("<|tool_call|>",), ("<function_call>",)),
         model_types=("granite",),
@@ -211,13 +210,11 @@ FORMATS = {
     ),
     "jamba": AnswerFormat(
         calls=(CallForm("<tool_calls> {calls} </tool_calls>"),),
-        before="\n",
         marks=(("<tool_calls>", "</tool_calls>"),),
         model_types=("jamba",),
     ),
     "internlm": AnswerFormat(
         calls=(CallForm("<|action_start|><|plugin|> {call} <|action_end|>"),),
-        before="\n",
         marks=(("<|action_start|>", "<|plugin|>"),),
         model_types=("internlm",),
     ),

@@ -177,7 +177,7 @@ class Reading:
 
 def reading_of(engine: "EngineCore", config: ServeConfig) -> Reading:
     """Return how the answers of a model that is served are read. O(template)."""
-    codec, ends = engine.model.codec, sorted(engine.eos_token_ids)
+    codec, ends = engine.model.codec, sorted(engine.model.eos_token_ids)
     return Reading(
         codec,
         config.tool_call_parser,

@@ -45,10 +45,15 @@ READ = {
     "two calls": (f"{CALL}\n{OTHER}", "", "", [("add", {"a": 3, "b": 4}), ("now", {})]),
     "reasoning": ("<think>\nEasy.</think>\n\nIt is 7.", "It is 7.", "Easy.", []),
     "all": (f"<think>Easy.</think>So:\n{CALL}", "So:", "Easy.", [("add", {"a": 3, "b": 4})]),
-    "no JSON": ("<tool_call>add(3, 4)</tool_call>", "add(3, 4)", "", []),
-    "no name": ("<tool_call>[3, 4]</tool_call>", "[3, 4]", "", []),
+    "no JSON": ("<tool_call>add(3, 4)</tool_call>", "<tool_call>add(3, 4)</tool_call>", "", []),
+    "no name": ("<tool_call>[3, 4]</tool_call>", "<tool_call>[3, 4]</tool_call>", "", []),
+    "arguments that are no object": (f"{CALL[:-35]}3}}\n</tool_call>", None, "", []),
+    "a tag in a text": ("The tag <tool_call> opens a call.", None, "", []),
+    "a call in code": (f"So: `{CALL}`", None, "", []),
+    "a tag after reasoning": ("<think>Hm.</think>The tag <think> opens it.",
+                              "The tag <think> opens it.", "Hm.", []),
     "a name alone": ('<tool_call>{"name": "now"}</tool_call>', "", "", [("now", {})]),
-    "half a call": ('Hm.<tool_call>{"name": "add", "arg', 'Hm.{"name": "add", "arg', "", []),
+    "half a call": ('Hm.<tool_call>{"name": "add", "arg', None, "", []),
     "half an opening": ("a <tool_c", "a <tool_c", "", []),
     "an unknown name": ('<tool_call>{"name": "x", "arguments": {"y": "ä\\n"}}</tool_call>', "", "",
                         [("x", {"y": "ä\n"})]),
@@ -59,6 +64,7 @@ READ = {
 @pytest.mark.parametrize("kind", READ)
 def test_what_a_model_writes_is_told_as_reasoning_text_and_calls(client, kind, streams):
     text, content, reasoning, calls = READ[kind]
+    content = text if content is None else content
     answer = ask(client, text, tools=[ADD, NOW], stream=streams)
     if streams:
         message, reason = folded(answer)
