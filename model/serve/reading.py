@@ -15,7 +15,7 @@ Does not know: tokens, how parts are sent.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from model.serve import call_parser
@@ -29,8 +29,9 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
 
 _END_TOKENS = 256  # of a prompt, which may open the reasoning of the answer
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-_TICKS = re.compile(r"`+")
-_QUOTES = re.compile(r"""(?:(?:^|[\s(\[])["']|[“‘«])$""")  # noqa: RUF001
+_FENCE_CHARACTERS = 100
+_TICKS = re.compile(r"(`+)")
+_QUOTES = re.compile(r"""(?:(?:^|[\s(\[])["']|[“‘«])\Z""")  # noqa: RUF001
 
 
 class Part(NamedTuple):
@@ -245,31 +246,49 @@ def _schemas(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, ob
     return made
 
 
-@dataclass(slots=True)
 class _Code:
     """Follows whether a text is inside of Markdown's code, or behind a quote that opens."""
 
-    _untold: list[str] = field(default_factory=list)  # the line that has not ended is last
-    _fence: str = ""
+    def __init__(self) -> None:
+        self._fence = ""  # what opened a block of code
+        self._line = ""  # the beginning of the line
+        self._end = ""  # the last characters of the line
+        self._ticks = ""  # what opened code within the line
+        self._run = ""  # the backticks at the end of the line
 
     def add(self, text: str) -> None:
-        """Go on with the text. O(1)."""
-        self._untold.append(text)
-
-    def quotes(self) -> bool:
-        """Whether what follows is quoted. O(text since the last line of the last call)."""
-        *lines, last = "".join(self._untold).split("\n")
-        self._untold = [last]
-        for line in lines:
-            found = _FENCE.match(line)
+        """Go on with the text. O(text)."""
+        first, *others = text.split("\n")
+        self._add_to_line(first)
+        for line in others:
+            self._settle()
+            found = _FENCE.match(self._line)
             if found and not self._fence:
                 self._fence = found[1]
-            elif found and found[1].startswith(self._fence) and line.strip() == found[1]:
+            elif found and found[1].startswith(self._fence) and self._line.strip() == found[1]:
                 self._fence = ""
-        ticks = ""
-        for run in _TICKS.findall(last):
-            ticks = "" if run == ticks else ticks or run
-        return bool(self._fence or ticks or _QUOTES.search(last))
+            self._line = self._end = self._ticks = ""
+            self._add_to_line(line)
+
+    def _add_to_line(self, text: str) -> None:
+        self._line += text[: _FENCE_CHARACTERS - len(self._line)]
+        self._end = (self._end + text[-2:])[-2:]
+        for piece in _TICKS.split(text):
+            if piece[:1] == "`":
+                self._run += piece
+            elif piece:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Take the last backticks as an end or a beginning of code."""
+        if self._run:
+            self._ticks = "" if self._run == self._ticks else self._ticks or self._run
+            self._run = ""
+
+    def quotes(self) -> bool:
+        """Return True if what follows is quoted. O(1)."""
+        self._settle()
+        return bool(self._fence or self._ticks or _QUOTES.search(self._end))
 
 
 class Reader:

@@ -1,14 +1,16 @@
 """A call is read as it was made, in each format that models have, whatever its arguments hold."""
 
 import json
+import re
 import typing
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from model.serve import call_parser, config
 from model.serve.answer_formats import ALIASES, FORMATS, format_of
+from model.serve.reading import Reader
 from tests.model.serve.test_reading import parts_of, reading
 
 
@@ -147,7 +149,7 @@ scalars = (
     | st.floats(allow_nan=False, allow_infinity=False) | strings
 )  # fmt: skip
 keys = st.text(st.characters(categories=["Ll", "Lu", "Nd"], include_characters="_ -."),
-               min_size=1, max_size=6)  # fmt: skip
+               min_size=1, max_size=6).filter(lambda key: key[0] != " ")  # fmt: skip
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=6,
@@ -236,6 +238,78 @@ FEW = settings(max_examples=25, deadline=None)
 @pytest.mark.parametrize("name", RENDERED)
 def test_arguments_are_read_as_they_were_written(name):
     FEW(given(st.data())(lambda data: check_read_back(name, data)))()
+
+
+def strips_values(monkeypatch):
+    made = call_parser.as_json
+    monkeypatch.setattr(call_parser, "as_json", lambda text, *more: made(text.strip(), *more))
+
+
+def knows_types_by_their_word_alone(monkeypatch):
+    made = call_parser.as_json
+
+    def as_json(text, schema, root):
+        return made(text, schema if "type" in schema else {"type": "string"}, root)
+
+    monkeypatch.setattr(call_parser, "as_json", as_json)
+
+
+def ends_values_at_the_first_tag(monkeypatch):
+    def parameter(source, end, follow):
+        text = yield from call_parser.until(source, end.rstrip(" \n"))
+        yield from call_parser.blank(source)
+        return text
+
+    monkeypatch.setattr(call_parser, "_parameter", parameter)
+
+
+def ends_strings_at_any_quote(monkeypatch):
+    monkeypatch.setattr(call_parser, "_ESCAPE", re.compile(r"\\"))
+
+
+def ends_sections_at_any_tag(monkeypatch):
+    def value(source, *more, **others):
+        text = yield from call_parser.until(source, "}")
+        return text + "}"
+
+    monkeypatch.setattr(call_parser, "value", value)
+
+
+def does_not_wait_for_the_rest_of_a_tag(monkeypatch):
+    def literal(source, mark):
+        is_there = source.text.startswith(mark, source.place)
+        source.place += len(mark) * is_there
+        return is_there
+        yield
+
+    monkeypatch.setattr(call_parser, "literal", literal)
+
+
+def drops_blanks_before_calls(monkeypatch):
+    told = Reader._tell
+    monkeypatch.setattr(
+        Reader, "_tell", lambda self, text, **more: told(self, text.rstrip(), **more)
+    )
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (strips_values, "qwen3_coder"),
+        (strips_values, "glm45"),
+        (knows_types_by_their_word_alone, "glm45"),
+        (ends_values_at_the_first_tag, "qwen3_coder"),
+        (ends_strings_at_any_quote, "hermes"),
+        (ends_sections_at_any_tag, "kimi_k2"),
+        (does_not_wait_for_the_rest_of_a_tag, "deepseek_v3"),
+        (drops_blanks_before_calls, "mistral"),
+    ],
+)
+def test_a_planted_bug_is_caught(plant, name, monkeypatch):
+    plant(monkeypatch)
+    hunt = settings(FEW, max_examples=200, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises((AssertionError, ValueError)):
+        hunt(given(st.data())(lambda data: check_read_back(name, data)))()
 
 
 def test_every_format_is_tried_and_can_be_chosen():
