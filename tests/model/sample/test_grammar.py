@@ -435,13 +435,13 @@ def test_a_planted_bug_is_caught(plant, monkeypatch, is_async):  # noqa: F811
 def test_a_grammar_that_takes_long_to_compile_delays_no_other_request(monkeypatch):
     engine = make()
     with_grammar = SamplingParams(max_tokens=5, grammar=Grammar.choice(["ab", "cd"]))
-    is_over, source = threading.Event(), grammar_compiler._source
+    is_over, source = threading.Event(), grammar_compiler.source_of
 
-    def waits(grammar):
+    def waits(grammar, **more):
         assert is_over.wait(DEADLINE_S)
-        return source(grammar)
+        return source(grammar, **more)
 
-    monkeypatch.setattr(grammar_compiler, "_source", waits)
+    monkeypatch.setattr(grammar_compiler, "source_of", waits)
 
     async def main():
         async with asyncio.timeout(DEADLINE_S), AsyncEngine(engine) as served:
