@@ -67,7 +67,9 @@ class Grammar:
         Raises:
             InvalidSettingError: a schema is no JSON.
         """
-        told = [{"name": name, "schema": schema, "strict": strict} for name, schema, strict in tools]
+        told = [
+            {"name": name, "schema": schema, "strict": strict} for name, schema, strict in tools
+        ]
         return cls("tool_calls", _as_json({"tools": told, "most": most}))
 
     @classmethod

@@ -13,7 +13,6 @@ passes the trial cannot overflow it here.
 Does not know: requests, steps, logits.
 """
 
-import json
 import logging
 import subprocess  # the program is ours
 import sys
@@ -287,9 +286,7 @@ def refused(grammar: Grammar, why: str) -> InvalidSettingError:
     """The error of a grammar that is refused. O(length of `why`)."""
     is_calls = grammar.form == "tool_calls"
     wanted = "schemas that can be enforced" if is_calls else f"a {grammar.form} that compiles"
-    return InvalidSettingError(
-        "grammar", f"{wanted} ({' '.join(why.split())[:300]})", grammar.text
-    )
+    return InvalidSettingError("grammar", f"{wanted} ({' '.join(why.split())[:300]})", grammar.text)
 
 
 def reason(matcher: LLMatcher) -> str:

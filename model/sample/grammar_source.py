@@ -19,7 +19,11 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from model.control.grammar import Grammar
 from model.sample.json_schemas import Overlap, SchemaError, Schemas, place_of
 
-COMPACT: dict[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMPACT: dict[str, object] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 _WHITE = frozenset({"whitespace_flexible", "whitespace_pattern"})
 
@@ -122,9 +126,7 @@ class _Writer:
             white = {**usual, **own}
         return self._schema(rule, "", schema, white, closes=not self._is_literal)
 
-    def _schema(
-        self, rule: str, name: str, schema: object, white: object, *, closes: bool
-    ) -> str:
+    def _schema(self, rule: str, name: str, schema: object, white: object, *, closes: bool) -> str:
         self.schemas[rule] = (name, schema)
         schemas = Schemas(schema, closes)
         try:

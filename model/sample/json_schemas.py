@@ -33,8 +33,8 @@ _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 _SCHEMAS = frozenset({"items", "additionalItems", "additionalProperties"})
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _NOTHING: Mapping[str, tuple[object, ...]] = {
-    "uniqueItems": (False,), "not": (False,), "contains": (), "propertyNames": (True, {}),
-    "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
+    "uniqueItems": (False,), "not": (False,), "contains": (),
+    "propertyNames": (True, {}, {"type": "string"}), "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
     "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "$dynamicRef": (),
     "$recursiveRef": (),
 }  # fmt: skip
@@ -223,7 +223,7 @@ class Schemas:
             return
         names = "|".join(_META.sub(r"\\\1", name) for name in properties)
         if names and patterns:
-            probe = {**dict.fromkeys(patterns, {}), f"^(?:{names})$": {}}
+            probe = {str(key): True for key in (*patterns, f"^(?:{names})$")}
             schema = json.dumps({"type": "object", "patternProperties": probe})
             self.overlaps.append(Overlap(f"{place}/patternProperties", schema))
 
@@ -238,7 +238,9 @@ def place_of(why: str, schema: object) -> str:
     for place, key, value in _keywords(schema, "#"):
         if key == "pattern" and isinstance(value, str) and value in why:
             return place
-        if key == "patternProperties" and any(str(one) in why for one in value or ()):
+        if key == "patternProperties" and isinstance(value, Mapping) and any(
+            str(pattern) in why for pattern in value
+        ):  # fmt: skip
             return place
         if key == "oneOf" and "oneOf" in why:
             return place
@@ -274,40 +276,55 @@ def _checked(
     schema: Mapping[str, object], key: str, value: object, place: str, *, closes: bool
 ) -> Mapping[str, object]:
     """Return a keyword that holds no schema as it is enforced."""
-    kinds = schema.get("type")
-    is_text = kinds is None or kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
     is_nullable = closes and schema.get("nullable") is True
-    if key in _COUNTS | _NUMBERS and value is None:
-        return {}
-    if key in _COUNTS and isinstance(value, float) and value.is_integer():
-        return {key: int(value)}
-    if key in _COUNTS and not (type(value) is int and value >= 0):
-        raise SchemaError(f"{place}: wanted a count, got {json.dumps(value)[:40]}")
-    if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise SchemaError(f"{place}: wanted a number, got {json.dumps(value)[:40]}")
+    if key in _COUNTS or key in _NUMBERS:
+        return {} if value is None else {key: _number(key, value, place)}
     if key == "format":
+        types = schema.get("type", "string")
+        is_text = types == "string" or (isinstance(types, list) and "string" in types)
         return {key: value} if value in _FORMATS and is_text else {}
     if key == "type":
-        named = value if isinstance(value, list) else [value]
-        for one in named:
-            if not isinstance(one, str) or one not in _TYPES:
-                raise SchemaError(f"{place}: unknown type {json.dumps(one)[:40]}")
-        return {key: [*named, "null"] if is_nullable and "null" not in named else value}
+        return {key: _types(value, place, is_nullable=is_nullable)}
     if key == "enum" and is_nullable and isinstance(value, list) and None not in value:
         return {key: [*value, None]}
-    if key == "if" and not _CONDITIONS.isdisjoint(schema):
-        raise SchemaError(f"{place}: this keyword cannot be enforced")
-    if key in _IDLE:
+    if key in _NOTHING or (key == "if" and not _CONDITIONS.isdisjoint(schema)):
+        if not _changes_nothing(schema, key, value, closes=closes):
+            raise SchemaError(f"{place}: this keyword cannot be enforced")
         return {}
-    if key == "unevaluatedProperties" and value is False and closes:
-        return {}
-    if key == "contains" and schema.get("minContains") == 0 and "maxContains" not in schema:
-        return {}
-    if key in _NOTHING:
-        if value in _NOTHING[key] or (key == "propertyNames" and value == {"type": "string"}):
-            return {}
-        raise SchemaError(f"{place}: this keyword cannot be enforced")
-    return {key: value}
+    return {} if key in _IDLE else {key: value}
+
+
+def _number(key: str, value: object, place: str) -> object:
+    """Return the value of a keyword that takes a number."""
+    if key in _NUMBERS:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SchemaError(f"{place}: wanted a number, got {json.dumps(value)[:40]}")
+        return value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or value < 0:
+        raise SchemaError(f"{place}: wanted a count, got {json.dumps(value)[:40]}")
+    return value
+
+
+def _types(value: object, place: str, *, is_nullable: bool) -> object:
+    """Return one type or a list of types."""
+    named = value if isinstance(value, list) else [value]
+    for one in named:
+        if not isinstance(one, str) or one not in _TYPES:
+            raise SchemaError(f"{place}: unknown type {json.dumps(one)[:40]}")
+    return [*named, "null"] if is_nullable and "null" not in named else value
+
+
+def _changes_nothing(
+    schema: Mapping[str, object], key: str, value: object, *, closes: bool
+) -> bool:
+    """Return True if a keyword that cannot be enforced allows everything here."""
+    if key == "unevaluatedProperties" and value is False:
+        return closes
+    if key == "contains":
+        return schema.get("minContains") == 0 and "maxContains" not in schema
+    return any(value == one and type(value) is type(one) for one in _NOTHING.get(key, ()))
 
 
 def _tags(schema: object) -> dict[str, frozenset[str]]:

@@ -51,12 +51,12 @@ class AnswerFormat:
     """
 
     calls: tuple[CallForm, ...] = ()
-    section: tuple[str, str] | tuple[()] = ()
+    section: tuple[str, ...] = ()
     separator: str = ""
     before: str = ""
     only_offered: bool = False
     call_id: str = ""
-    reasoning: tuple[str, str] | tuple[()] = ()
+    reasoning: tuple[str, ...] = ()
     reasons_again: bool = False
     layout: tuple[str, ...] = ()
     marks: tuple[tuple[str, ...], ...] = ()

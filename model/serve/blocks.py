@@ -15,7 +15,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, PrivateAttr, ValidationError
 
@@ -24,11 +24,9 @@ from model.serve.errors import ApiError, in_body
 from model.serve.generation import read
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest, refuse_unsupported
+from model.serve.reading import Part, Reader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Part, Reader
 
 
 class OtherRequest(Strict):

@@ -164,9 +164,7 @@ def value(source: Source, depth: int = _DEEPEST, *, is_gemma: bool = False) -> S
         pairs = yield from members(source, depth, is_gemma=is_gemma)
         return "{" + ", ".join(f"{key}: {each}" for key, each in pairs) + "}"
     if char == "[":
-        made = yield from _items(
-            source, "]", lambda: value(source, depth - 1, is_gemma=is_gemma)
-        )
+        made = yield from _items(source, "]", lambda: value(source, depth - 1, is_gemma=is_gemma))
         return "[" + ", ".join(made) + "]"
     if char in {'"', "<"}:
         return (yield from _string(source, is_gemma=is_gemma))
@@ -291,37 +289,45 @@ def calls(
         form: the form.
         schemas: those of the arguments of the tools on offer, which type parameters.
     """
-    found: dict[str, str] = {"name": "", "arguments": "{}", "number": ""}
+    found: dict[str, str] = {"{name}": "", "{arguments}": "{}", "{number}": ""}
     made: list[Call] = []
     parts = pieces(form.text)
     for number, piece in enumerate(parts):
         match piece:
             case "{call}":
-                made = [_call_of((yield from members(source)))]
+                made = [(yield from _listed(source))]
             case "{calls}":
-                yield from blank(source)
-                if (yield from _char(source)) != "[":
-                    raise NotACallError
-                made = yield from _items(source, "]", lambda: _listed(source))
-                if not made:
-                    raise NotACallError
-            case "{arguments}":
-                found["arguments"] = _object((yield from value(source)))
-            case "{gemma}":
-                found["arguments"] = _object((yield from value(source, is_gemma=True)))
+                made = yield from _list(source)
+            case "{arguments}" | "{gemma}":
+                text = yield from value(source, is_gemma=piece == "{gemma}")
+                found["{arguments}"] = _object(text)
             case "{parameters}":
-                schema = schemas.get(found["name"], {})
-                found["arguments"] = yield from _parameters(
+                schema = schemas.get(found["{name}"], {})
+                found["{arguments}"] = yield from _parameters(
                     source, form.parameter, parts[number + 1], schema
                 )
             case "{name}" | "{id}" | "{number}":
-                text = yield from run(source, _DIGITS if piece == "{number}" else _NAME)
-                if not 0 < len(text) <= _MOST_NAME:
-                    raise NotACallError(is_cut=source.is_whole and not text)
-                found[piece[1:-1]] = text
+                found[piece] = yield from _word(source, piece)
             case _:
                 yield from _tag(source, piece, may_miss=number == len(parts) - 1 and _ends(parts))
-    return made or [Call(found["name"], found["arguments"], found["number"])]
+    return made or [Call(found["{name}"], found["{arguments}"], found["{number}"])]
+
+
+def _word(source: Source, slot: str) -> Steps[str]:
+    text = yield from run(source, _DIGITS if slot == "{number}" else _NAME)
+    if not 0 < len(text) <= _MOST_NAME:
+        raise NotACallError(is_cut=source.is_whole and not text)
+    return text
+
+
+def _list(source: Source) -> Steps[list[Call]]:
+    yield from blank(source)
+    if (yield from _char(source)) != "[":
+        raise NotACallError
+    made = yield from _items(source, "]", lambda: _listed(source))
+    if not made:
+        raise NotACallError
+    return made
 
 
 def _listed(source: Source) -> Steps[Call]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -21,12 +21,10 @@ from model.serve.generation import Asked, EventForm, Form, answer, read, with_wa
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatCompletion, ChatRequest
+from model.serve.reading import Form as ReadingForm
+from model.serve.reading import Part, Reader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Form as ReadingForm
-    from model.serve.reading import Part, Reader
 
 
 class _Messages(EventForm):

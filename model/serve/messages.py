@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
@@ -23,12 +23,10 @@ from model.serve.generation import usage
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest
+from model.serve.reading import Reader
 from model.serve.service import Service
 from model.serve.tools import Name, earlier_call
 from model.token_stream import TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Reader
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _FIELDS = {"stop": "stop_sequences", "response_format": "output_config"}

@@ -70,8 +70,8 @@ def _parts(schema: Mapping[str, object], root: Mapping[str, object]) -> Iterator
 def _referred(name: str, root: Mapping[str, object]) -> object:
     """Return the schema that a reference within a schema leads to; an empty one elsewhere."""
     found: object = root
-    for step in name.removeprefix("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
+    for key in name.removeprefix("#").split("/")[1:]:
+        step = key.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and step.isascii() and step.isdigit():
             found = found[int(step)] if int(step) < len(found) else {}
         else:

@@ -404,8 +404,8 @@ class Reader:
         while True:
             found = self._opening.search(source.text, source.place) if self._tags else None
             if found is None:
-                size = 0 if source.is_whole else _partial(
-                    source.text, source.place, self._begun_tags
+                size = (
+                    0 if source.is_whole else _partial(source.text, source.place, self._begun_tags)
                 )
                 self._tell(source.text[source.place : len(source.text) - size])
                 source.place = len(source.text) - size

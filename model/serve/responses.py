@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -25,12 +25,10 @@ from model.serve.errors import ApiError
 from model.serve.generation import usage
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.protocol import ChatRequest, JsonSchema
+from model.serve.reading import Reader
 from model.serve.service import Service
 from model.serve.tools import Mode, Name, earlier_call
 from model.token_stream import TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Reader
 
 _FIELDS = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",

@@ -197,7 +197,10 @@ def test_a_grammar_is_compiled_once(monkeypatch):
     [
         (Grammar.regex("[a-"), r"a regex that compiles \(.*unclosed character class"),
         (Grammar("json_schema", "{"), r"a json_schema that compiles \("),
-        (Grammar.json_schema({"type": "objec"}), r"a json_schema that compiles \(#/type: unknown type \"objec\"\)"),
+        (
+            Grammar.json_schema({"type": "objec"}),
+            r"a json_schema that compiles \(#/type: unknown type \"objec\"\)",
+        ),
         (Grammar("lark", "start: nothing"), r"a lark that compiles \("),
         (Grammar("gbnf", "root ::= ["), r"a gbnf that compiles \("),
     ],

@@ -133,21 +133,27 @@ UNCLEAR = {
 }
 """What a value cannot hold, because the format has no way to write it."""
 
-COMMON = ["\n", "\n\n", " ", "  ", "\t", "\r\n", "`", "```\n", '"', "\\", "é", "😀", "\x00", "\u2028", "a",
-          "12", "null", "True", "{", "}", "[1]", ": ", ", ", "<think>", "</think>"]  # fmt: skip
+COMMON = ["\n", "\n\n", " ", "  ", "\t", "\r\n", "`", "```\n", '"', "\\", "é", "😀", "\x00",
+          "\u2028", "a", "12", "null", "True", "{", "}", "[1]", ": ", ", ", "<think>", "</think>"]  # fmt: skip
 keys = st.text(st.characters(categories=["Ll", "Lu", "Nd"], include_characters="_ -."),
                min_size=1, max_size=6).filter(lambda key: key[0] != " ")  # fmt: skip
 
 
 @cache
-def values_of(name):
-    """Strings that hold the tags of a format, and any JSON of them."""
+def pieces_of(name):
+    """The tags of a format, and what may stand beside them."""
     form = FORMATS[name]
     texts = [piece for one in form.calls for text in (one.text, one.parameter)
              for piece in call_parser.pieces(text)]  # fmt: skip
-    tags = {piece for piece in (*texts, *form.section, *form.layout) if piece[0] != "{"}
-    pieces = st.sampled_from(sorted(tags)) | st.sampled_from(COMMON)
-    strings = st.lists(pieces, max_size=5).map("".join) | st.text(
+    tags = {piece for piece in (*texts, *form.section, *form.layout, *form.reasoning)
+            if piece[0] != "{"}  # fmt: skip
+    return st.sampled_from(sorted(tags)) | st.sampled_from(COMMON)
+
+
+@cache
+def values_of(name):
+    """Strings that hold the tags of a format, and any JSON of them."""
+    strings = st.lists(pieces_of(name), max_size=5).map("".join) | st.text(
         st.characters(exclude_categories=["Cs"]), max_size=8
     )
     numbers = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
@@ -177,9 +183,9 @@ def is_text_alone(value):
 def typed(draw, value):
     """A schema of a value, which says its type in one of the ways of JSON Schema."""
     kind = {"type": type_of(value)}
-    ways = [kind, {"$ref": f"#/$defs/{kind['type']}"}, {"allOf": [{"$ref": f"#/$defs/{kind['type']}"}]},
-            {"enum": [value, [["other"]]]}, {"const": value}, {"type": [kind["type"]]},
-            {"anyOf": [kind, {"type": "array", "minItems": 99}]}]  # fmt: skip
+    named = {"$ref": f"#/$defs/{kind['type']}"}
+    ways = [kind, named, {"allOf": [named]}, {"anyOf": [named, {"type": "array", "minItems": 99}]},
+            {"enum": [value, [["other"]]]}, {"const": value}, {"type": [kind["type"]]}]  # fmt: skip
     if not isinstance(value, str) or is_text_alone(value):
         ways += [{}, {"description": "any"}, {"type": [kind["type"], "null"]},
                  {**kind, "nullable": True}, {"oneOf": [{"type": "string"}, kind]}]  # fmt: skip
@@ -240,6 +246,28 @@ FEW = settings(max_examples=25, deadline=None)
 @pytest.mark.parametrize("name", RENDERED)
 def test_arguments_are_read_as_they_were_written(name):
     FEW(given(st.data())(lambda data: check_read_back(name, data)))()
+
+
+def check_cuts(name, data):
+    """Read any pieces of a format's texts: nothing depends on the cuts, and nothing is lost."""
+    call = st.sampled_from([render([("f", {"a": "x"})]) for render in RENDERED[name]])
+    broken = st.tuples(call, st.integers(0, 60)).map(lambda one: one[0][: one[1]])
+    text = "".join(data.draw(st.lists(pieces_of(name) | call | broken | st.just("f"), max_size=8)))
+    reader = reading("", tool=name)
+    tools = [{"function": {"name": "f", "parameters": {}}}] * data.draw(st.integers(0, 1))
+    form = reader.free(data.draw(st.sampled_from([b"x", b"<think>\n"])), tools)
+    whole = parts_of(reader, form, [text])
+    assert parts_of(reader, form, text) == whole
+    place = data.draw(st.integers(0, len(text)))
+    assert parts_of(reader, form, [text[:place], text[place:]]) == whole
+    gone = (*reader.format.layout, *reader.format.reasoning)
+    if {part.kind for part in whole} <= {"content"} and not any(tag in text for tag in gone):
+        assert "".join(part.text for part in whole) == ("" if form.is_reasoning else text)
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_parts_do_not_depend_on_the_cuts_in_any_format(name):
+    settings(FEW, max_examples=40)(given(st.data())(lambda data: check_cuts(name, data)))()
 
 
 def strips_values(monkeypatch):
