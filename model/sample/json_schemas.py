@@ -33,15 +33,15 @@ _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 _SCHEMAS = frozenset({"items", "additionalItems", "additionalProperties"})
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _NOTHING: Mapping[str, tuple[object, ...]] = {
-    "uniqueItems": (False,), "not": (False,), "contains": (),
-    "propertyNames": (True, {}, {"type": "string"}), "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
-    "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "$dynamicRef": (),
-    "$recursiveRef": (),
+    "uniqueItems": (False,), "not": (False,), "contains": (), "if": (),
+    "propertyNames": (True, {}, {"type": "string"}), "dependentRequired": ({},),
+    "dependentSchemas": ({},), "dependencies": ({},), "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}), "$dynamicRef": (), "$recursiveRef": (),
 }  # fmt: skip
 """Keywords that cannot be enforced, with the values that change nothing."""
 
 _CONDITIONS = frozenset({"then", "else"})
-_IDLE = frozenset({"if", "then", "else", "minContains", "maxContains", "nullable"})
+_IDLE = frozenset({"then", "else", "minContains", "maxContains", "nullable"})
 """Keywords that mean nothing without another one, or that were seen to."""
 
 _MOST_SCHEMAS = 200_000
@@ -287,7 +287,7 @@ def _checked(
         return {key: _types(value, place, is_nullable=is_nullable)}
     if key == "enum" and is_nullable and isinstance(value, list) and None not in value:
         return {key: [*value, None]}
-    if key in _NOTHING or (key == "if" and not _CONDITIONS.isdisjoint(schema)):
+    if key in _NOTHING:
         if not _changes_nothing(schema, key, value, closes=closes):
             raise SchemaError(f"{place}: this keyword cannot be enforced")
         return {}
@@ -322,6 +322,8 @@ def _changes_nothing(
     """Return True if a keyword that cannot be enforced allows everything here."""
     if key == "unevaluatedProperties" and value is False:
         return closes
+    if key == "if":
+        return _CONDITIONS.isdisjoint(schema)
     if key == "contains":
         return schema.get("minContains") == 0 and "maxContains" not in schema
     return any(value == one and type(value) is type(one) for one in _NOTHING.get(key, ()))

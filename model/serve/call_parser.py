@@ -242,6 +242,8 @@ def _whole(steps: Steps[_T]) -> _T:
     except StopIteration as done:
         made: _T = done.value
         return made
+    except NotACallError as error:
+        raise NotACallError from error  # this text is whole, the answer may not be
     raise NotACallError
 
 

@@ -76,11 +76,9 @@ def serve(options: ServeOptions, listener: socket.socket, has_torch: Event) -> i
             options.model, options.engine, say, expects_grammars=True
         )
         options.serve.sampling_defaults(made)  # refused now or never
-        if not reading_of(made, options.serve).knows_calls:
-            say(
-                "tools: how this model writes calls is unknown, so they are returned as text; "
-                "--tool-call-parser chooses a format"
-            )
+        warning = reading_of(made, options.serve).warning
+        if warning is not None:
+            say(warning)
         return made
 
     engine = AsyncEngine(

@@ -27,6 +27,10 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
     from model.load.codec import TextCodec
 
+_UNKNOWN = (
+    "tools: how this model writes calls is unknown, so they are returned as text; "
+    "--tool-call-parser chooses a format"
+)
 _END_TOKENS = 256  # of a prompt, which may open the reasoning of the answer
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _FENCE_CHARACTERS = 100
@@ -93,6 +97,7 @@ class Reading:
     Attributes:
         format: the format of answers; None: it is unknown.
         knows_calls: True if it is known how the model writes calls.
+        warning: a line for the start of a server, if calls of a chat model cannot be read.
         has_special_tags: True if some tags are special tokens, which a text usually leaves out.
     """
 
@@ -107,10 +112,10 @@ class Reading:
         self._decode = codec.decode
         self._reasons = reasoning_parser is not None
         self._ends = tuple(filter(None, ends))
-        self.format = _format(
-            codec, tool_parser, reasoning_parser, template or codec.chat_template or ""
-        )
+        template = template or codec.chat_template
+        self.format = _format(codec, tool_parser, reasoning_parser, template or "")
         self.knows_calls = self.format is not None and bool(self.format.calls)
+        self.warning = _UNKNOWN if template is not None and not self.knows_calls else None
         tags = set() if self.format is None else _literals(self.format)
         self.has_special_tags = any(not _is_text(codec, tag) for tag in tags)
         reasoning = () if self.format is None else self.format.reasoning

@@ -134,7 +134,8 @@ UNCLEAR = {
 """What a value cannot hold, because the format has no way to write it."""
 
 COMMON = ["\n", "\n\n", " ", "  ", "\t", "\r\n", "`", "```\n", '"', "\\", "é", "😀", "\x00",
-          "\u2028", "a", "12", "null", "True", "{", "}", "[1]", ": ", ", ", "<think>", "</think>"]  # fmt: skip
+          "\u2028", "a", "12", "null", "True", "{", "}", "[1]", ": ", ", ", "<think>",
+          "</think>"]  # fmt: skip
 keys = st.text(st.characters(categories=["Ll", "Lu", "Nd"], include_characters="_ -."),
                min_size=1, max_size=6).filter(lambda key: key[0] != " ")  # fmt: skip
 
