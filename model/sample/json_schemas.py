@@ -112,6 +112,7 @@ class Schemas:
             return schema
         if not isinstance(schema, Mapping):
             raise SchemaError(f"{place}: wanted a schema, got {json.dumps(schema)[:40]}")
+        schema = self._with_named_properties(schema)
         is_part = bool(names)
         if self.closes and _is_composite(schema):
             names |= self._names(schema, set())
@@ -122,6 +123,22 @@ class Schemas:
             self._close(made, names if is_part or _is_composite(schema) else frozenset())
         self._check_patterns(made, place)
         return made
+
+    def _with_named_properties(self, schema: Mapping[str, object]) -> Mapping[str, object]:
+        """Return an object whose `propertyNames` are a list or a pattern by other keywords."""
+        named = self._resolved(schema.get("propertyNames"))
+        if not isinstance(named, Mapping) or {"properties", "patternProperties"} & {*schema}:
+            return schema
+        value = schema.get("additionalProperties", {})
+        others = {key: each for key, each in schema.items() if key != "propertyNames"}
+        match {key: each for key, each in named.items() if key not in {"type", "title"}}:
+            case {"enum": list(names), **rest} if not rest and all(map(_is_text, names)):
+                made: dict[str, object] = {"properties": dict.fromkeys(names, value)}
+            case {"pattern": str(pattern), **rest} if not rest:
+                made = {"patternProperties": {pattern: value}}
+            case _:
+                return schema
+        return {**others, **made, "additionalProperties": False}
 
     def _keyword(
         self, schema: Mapping[str, object], key: str, value: object, place: str,
@@ -259,6 +276,10 @@ def _keywords(schema: object, place: str) -> Iterator[tuple[str, str, object]]:
                 inner = f"{where}/{_step(str(key))}"
                 yield inner, str(key), value
                 waiting.append((value, inner))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _step(key: str) -> str:

@@ -158,6 +158,17 @@ def test_null_is_allowed_where_a_schema_is_nullable(closed, literal):
         assert not takes(literal, Grammar.json_schema(schema), "null")
 
 
+def test_names_of_properties_may_be_listed_or_have_a_pattern(closed, literal):
+    listed = {"type": "object", "propertyNames": {"$ref": "#/$defs/N"}, "additionalProperties": INT,
+              "$defs": {"N": {"type": "string", "enum": ["a", "b"]}}}  # fmt: skip
+    pattern = {"type": "object", "propertyNames": {"pattern": "^[ab]$"}}
+    for made in (closed, literal):
+        for schema in (listed, pattern):
+            assert takes(made, Grammar.json_schema(schema), {"b": 1})
+            assert not takes(made, Grammar.json_schema(schema), {"c": 1})
+        assert not takes(made, Grammar.json_schema(listed), {"a": "x"})
+
+
 def tagged(value, **more):
     return {**obj(kind={"const": value}, **more), "required": ["kind"]}
 
@@ -180,7 +191,8 @@ REFUSED = [
     ({"type": "array", "uniqueItems": True}, "#/properties/v/uniqueItems: .* cannot be enforced"),
     ({"not": TEXT}, "#/properties/v/not: .* cannot be enforced"),
     ({"if": {}, "then": TEXT}, "#/properties/v/if: .* cannot be enforced"),
-    ({"type": "object", "propertyNames": {"pattern": "^a"}}, "#/properties/v/propertyNames: "),
+    ({"type": "object", "propertyNames": {"maxLength": 3}}, "#/properties/v/propertyNames: "),
+    ({**A, "propertyNames": {"pattern": "^a"}}, "#/properties/v/propertyNames: "),
     ({"type": "array", "contains": TEXT}, "#/properties/v/contains: "),
     ({"type": "array", "items": {"type": "array", "uniqueItems": True}},
      "#/properties/v/items/uniqueItems: "),
