@@ -44,7 +44,7 @@ _CONDITIONS = frozenset({"then", "else"})
 _IDLE = frozenset({"then", "else", "minContains", "maxContains", "nullable"})
 """Keywords that mean nothing without another one, or that were seen to."""
 
-_MOST_SCHEMAS = 200_000
+_MOST_SCHEMAS = 50_000
 _META = re.compile(r"([\\.+*?()|\[\]{}^$])")
 
 
@@ -113,14 +113,14 @@ class Schemas:
         if not isinstance(schema, Mapping):
             raise SchemaError(f"{place}: wanted a schema, got {json.dumps(schema)[:40]}")
         schema = self._with_named_properties(schema)
-        is_part = bool(names)
         if self.closes and _is_composite(schema):
             names |= self._names(schema, set())
         made: dict[str, object] = {}
         for key, value in schema.items():
-            made |= self._keyword(schema, str(key), value, f"{place}/{_step(str(key))}", names)
+            inner = f"{place}/{_step(str(key))}"
+            _add(made, self._keyword(schema, str(key), value, inner, names))
         if self.closes:
-            self._close(made, names if is_part or _is_composite(schema) else frozenset())
+            self._close(made, names)
         self._check_patterns(made, place)
         return made
 
@@ -276,6 +276,17 @@ def _keywords(schema: object, place: str) -> Iterator[tuple[str, str, object]]:
                 inner = f"{where}/{_step(str(key))}"
                 yield inner, str(key), value
                 waiting.append((value, inner))
+
+
+def _add(made: dict[str, object], keyword: Mapping[str, object]) -> None:
+    """Add a keyword to a schema, which may have it already in place of another one."""
+    for name, value in keyword.items():
+        if name not in made:
+            made[name] = value
+            continue
+        others = made.get("allOf")
+        more = value if name == "allOf" and isinstance(value, list) else [{name: value}]
+        made["allOf"] = [*(others if isinstance(others, list) else ()), *more]
 
 
 def _is_text(value: object) -> bool:

@@ -42,7 +42,8 @@ class AnswerFormat:
         separator: the text between two calls that no tag opens.
         before: the layout between a text and a call.
         only_offered: True if only names of tools on offer make a call, as the form alone is weak.
-        call_id: the identity of a call that the model itself writes, of `{name}` and `{number}`.
+        call_id: the identity of a call that the template writes, of `{name}` and `{number}`; empty:
+            any will do.
         reasoning: the tags around reasoning; empty: there is none.
         reasons_again: True if reasoning may begin again later in an answer.
         layout: tags that are no part of any text.

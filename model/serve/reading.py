@@ -552,8 +552,8 @@ class Reader:
         most = self._form.most_calls
         if most is not None and self.num_calls >= most:
             return
-        call_id = self._format.call_id if call.number else ""
-        call_id = call_id.format(name=call.name, number=call.number) or self._new_id()
+        number = call.number or self.num_calls
+        call_id = self._format.call_id.format(name=call.name, number=number) or self._new_id()
         self._parts.append(Part("call", call.name, self.num_calls, call_id))
         if call.arguments:
             self._parts.append(Part("arguments", call.arguments, self.num_calls))

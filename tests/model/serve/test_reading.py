@@ -305,6 +305,29 @@ def test_a_call_that_ends_with_the_answer_may_lack_its_closing_tag():
     assert calls_of(reading(), CALL[:-14]) == []
 
 
+def test_the_template_of_kimi_has_the_name_in_the_identity_of_a_call():
+    made = reading(tool="kimi_k2")
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:3"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    [call, _] = parts_of(made, made.free(b"x", (NOW,)), text)
+    assert (call.text, call.call_id) == ("now", "functions.now:3")
+    [call, _] = parts_of(made, made.demanded(b"x", "now"), "{}")
+    assert call.call_id == "functions.now:0"
+
+
+def test_the_end_of_an_answer_is_no_text_where_special_tokens_are_shown():
+    made = reading(template="<tool_call></tool_call>")
+    made.has_special_tags, made._ends = True, ("<|im_end|>", "<|end|>")
+    form = made.free(b"x", (NOW,))
+    for text in ("It is.", "a <|im_end|> b", "<|im_", f"Hm.\n{OTHER}", ""):
+        for end in ("<|im_end|>", "<|end|>"):
+            told = parts_of(made, form, [text + end])
+            assert told == parts_of(made, form, text + end)
+            assert told == parts_of(made, made.free(b"x", (NOW,)), [text])
+
+
 @pytest.mark.parametrize("text", ["</tool_call>", '"}}</tool_call>', "<tool_call>", "\\", "\u2028"])
 def test_a_string_may_hold_the_tags_of_calls(text):
     call = json.dumps({"name": "add", "arguments": {"a": text}}, ensure_ascii=False)
