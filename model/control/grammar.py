@@ -1,4 +1,4 @@
-"""What a text must be: a schema, an expression, a choice, calls of tools or a grammar.
+"""Grammars of texts: a schema, an expression, a choice, calls of tools or a grammar.
 
 Decides: how these are spelled. Invariants: equal grammars are equal values, so each is compiled
 once. Whether one means anything is found out when it is compiled (`sample/grammars.py`).

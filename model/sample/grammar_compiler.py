@@ -329,7 +329,7 @@ def _try(grammar: Grammar, source: Source) -> None:
 
 
 def _tried(grammar: Grammar, source: str) -> str:
-    """Compile a source in a process of its own; return the library's error message, if any."""
+    """Compile a source in a separate process; return the library's error message, if any."""
     library = find_spec("llguidance._lib")
     program = Path(__file__).with_name("grammar_trial.py")
     limits = (_TRIAL_CPU_S, _TRIAL_BYTES, _TRIAL_STACK_BYTES)

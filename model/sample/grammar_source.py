@@ -3,7 +3,7 @@
 Decides: how a schema, a choice, calls of tools and a text behind reasoning are spelled there, with
 white space as compact as models write it: a space behind a comma and a colon.
 
-Invariants: the schema of each tool is a grammar of its own, so that its `$ref`s stay its own.
+Invariants: each tool's schema is a separate grammar, so that `$ref`s stay within it.
 
 Does not know: tokens, how a grammar is compiled.
 """
@@ -28,14 +28,14 @@ COMPACT: dict[str, object] = {
 _WHITE = frozenset({"whitespace_flexible", "whitespace_pattern"})
 
 WHITE_SPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,8}"
-"""What may stand between the parts of a JSON answer by the letter: a space, or a new line and what
-indents it.
+"""White space between the parts of a JSON answer by the letter: a space, or a new line with its
+indentation.
 
 Without a bound a model that is unsure may write white space to the end of its answer.
 """
 
 _SLASHED = {"/": r"\/", "\n": r"\n"}
-"""What a lark grammar writes otherwise inside of an expression."""
+"""Characters that a lark grammar escapes inside of an expression."""
 
 _AT_LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)", re.DOTALL)
 _EXCERPT = re.compile(r"\s+\d+ \| ")

@@ -217,7 +217,7 @@ class Schemas:
         return found
 
     def _excludes(self, schemas: Sequence[object]) -> bool:
-        """Whether no value is of two of these schemas, by a tag that they have or their types."""
+        """Return True if no value has two of these schemas, by a tag or by their types."""
         branches = [self._resolved(one) for one in schemas]
         tags = [_tags(one) for one in branches]
         common = set(tags[0]).intersection(*tags[1:]) if tags else set()
@@ -298,7 +298,7 @@ def _step(key: str) -> str:
 
 
 def _is_composite(schema: Mapping[str, object]) -> bool:
-    """Whether an object may get its properties from several parts."""
+    """Return True if an object may get its properties from several parts."""
     combined = schema.get("allOf")
     num_parts = len(combined) if isinstance(combined, list) else 0
     return num_parts + sum(key in schema for key in ("properties", "anyOf", "oneOf", "$ref")) > 1

@@ -337,7 +337,7 @@ def _listed(source: Source) -> Steps[Call]:
 
 
 def _ends(parts: tuple[str, ...]) -> bool:
-    """Whether a call is complete before its last tag."""
+    """Return True if a call is complete before its last tag."""
     before = [piece for piece in parts[:-1] if piece != " "][-1]
     return before in {"{call}", "{calls}", "{arguments}", "{gemma}"} or before[0] != "{"
 

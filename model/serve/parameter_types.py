@@ -97,7 +97,7 @@ def _admits(
     root: Mapping[str, object],
     known: dict[int, bool] | None = None,
 ) -> bool:
-    """Whether a schema allows a value, as far as its types and its listed values say."""
+    """Return True if a schema allows a value, as far as its types and its listed values say."""
     if not isinstance(schema, Mapping):
         return schema is not False
     known = {} if known is None else known
@@ -131,7 +131,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def _is_of(value: object, name: object) -> bool:
-    """Whether a value has the type that JSON Schema calls so."""
+    """Return True if a value has the type of this name in JSON Schema."""
     match name:
         case "string":
             return isinstance(value, str)

@@ -1,11 +1,11 @@
-"""What a model writes, read as reasoning, text and calls of tools.
+"""Reads what a model writes as reasoning, text and calls of tools.
 
 Decides: the format of a model's answers (`answer_formats.py`): the one that a flag names, else the
 one whose tags the chat template has, else that of the type of model. And where tags count:
-reasoning begins with the answer or in the prompt, and ends once; a call begins outside of
-Markdown's code and of quotes, where a whole call follows. All other text is content, and is never
-altered; a call that is broken or cut off is content with its tags. A call that a grammar demands
-(`tools.py`) is JSON, and is told as it is written.
+reasoning begins with the answer or in the prompt, and ends once; a call begins where a whole call
+follows, outside of Markdown's code and of quotes unless its tag is a special token. All other text
+is content, and is never altered; a call that is broken or cut off is content with its tags. A call
+that a grammar demands (`tools.py`) is JSON, and is told as it is written.
 
 Invariants: a text without regions comes out as it went in; the parts of an answer are the same,
 however it was cut into pieces.
@@ -71,6 +71,7 @@ class Form:
         reasoning: the texts around the reasoning before an answer that a grammar makes; None:
             there is none. The first is empty where the prompt has it.
         ends: texts of tokens that end an answer.
+        is_quotable: True if a text may quote tags, as none of them is a special token.
     """
 
     format: AnswerFormat | None = None
@@ -82,6 +83,7 @@ class Form:
     may_reason: bool = True
     reasoning: tuple[str, str] | None = None
     ends: tuple[str, ...] = ()
+    is_quotable: bool = True
 
 
 class Reading:
@@ -154,6 +156,7 @@ class Reading:
             may_reason=opened is None and continued is None,
             reasoning=reasoning,
             ends=self._ends if self.has_special_tags else (),
+            is_quotable=not self.has_special_tags,
         )
 
     def _reasoning(self, *, opened: bool | None) -> tuple[str, str] | None:
@@ -194,7 +197,7 @@ def reading_of(engine: "EngineCore", config: ServeConfig) -> Reading:
 
 
 def _is_text(codec: "TextCodec", mark: str) -> bool:
-    """Whether a mark is no special token."""
+    """Return True if a mark is no special token."""
     return mark in codec.decode(codec.encode(mark))
 
 
@@ -423,15 +426,14 @@ class Reader:
             self._tell(source.text[source.place : found.start()])
             source.text, source.place = source.text[found.end(1) :], 0
             self._code.add(lead)
-            if not self._code.quotes():
-                outcome = yield from self._region()
-                if outcome is True:
-                    source.drop()
-                    continue
-                source.place = 0
-                if outcome is None:  # cut off: the rest is a part of it
-                    self._tell(lead + source.text)
-                    break
+            outcome = yield from self._region()
+            if outcome is True:
+                source.drop()
+                continue
+            source.place = 0
+            if outcome is None:  # cut off: the rest is a part of it
+                self._tell(lead + source.text)
+                break
             self._tell(lead + source.text[0], is_known=len(lead))
             source.place = 1
         if self._gap and not self._is_told:
@@ -460,15 +462,18 @@ class Reader:
         again = format_.reasoning[:1] if format_.reasons_again else ()
         if again and (yield from call_parser.literal(source, again[0])):
             source.drop()
+            self._code = _Code()
             yield from self._reasoning()
             return True
-        if self._form.schemas is not None:
+        is_quoted = self._form.is_quotable and self._code.quotes()
+        if self._form.schemas is not None and not is_quoted:
             outcome = yield from self._section()
             if outcome is not False:
                 return outcome
         for tag in format_.layout:
             source.place = 0
             if (yield from call_parser.literal(source, tag)):
+                self._code = _Code()
                 return True
         return False
 

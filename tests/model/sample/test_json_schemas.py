@@ -37,7 +37,7 @@ def trying():
 
 
 def takes(made, grammar, value):
-    """Whether a text follows a grammar to its end."""
+    """Return True if a text follows a grammar to its end."""
     text = value if isinstance(value, str) else json.dumps(value)
     matcher = made.compile(grammar).result().matcher.deep_copy()
     tokens = list(text.encode())
@@ -66,9 +66,9 @@ CLOSED = {
                               [{"a": 1, "b": 1}], [{"z": 1}]),
     "parts of a part": ({"allOf": [{"allOf": [A, B]}, obj(c=INT)]},
                         [{"a": 1, "b": 1, "c": 1}], [{"z": 1}]),
-    "its own and others": ({**A, "anyOf": [B, obj(c=INT)]}, [{"a": 1, "b": 1}, {"a": 1, "c": 1}],
-                           [{"z": 1}]),
-    "its own and a reference": ({**A, "$ref": "#/$defs/B", **DEFS}, [{"a": 1, "b": 1}],
+    "properties beside a choice": ({**A, "anyOf": [B, obj(c=INT)]},
+                                   [{"a": 1, "b": 1}, {"a": 1, "c": 1}], [{"z": 1}]),
+    "properties beside a reference": ({**A, "$ref": "#/$defs/B", **DEFS}, [{"a": 1, "b": 1}],
                                 [{"z": 1}]),
     "all of some and a reference": ({"allOf": [obj(c=INT)], "$ref": "#/$defs/A", **DEFS},
                                     [{"c": 1, "a": 1}], [{"z": 1}, {"a": "x"}]),

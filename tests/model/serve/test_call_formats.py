@@ -122,7 +122,7 @@ RENDERED = {
     ],
     "openai": [section("", "", HARMONY.format)],
 }  # fmt: skip
-"""What the chat templates of each format write for calls."""
+"""Calls as the chat templates of each format write them."""
 
 NAMELESS = {"llama3_json"}  # calls that no tag opens have no text before them
 UNCLEAR = {
@@ -131,7 +131,7 @@ UNCLEAR = {
     "glm45": ("</arg_value>\n<arg_key>", "</arg_value>\n</tool_call>"),
     "gemma4": ('<|"|>',),
 }
-"""What a value cannot hold, because the format has no way to write it."""
+"""Texts that a value cannot hold, because the format has no way to write them."""
 
 COMMON = ["\n", "\n\n", " ", "  ", "\t", "\r\n", "`", "```\n", '"', "\\", "é", "😀", "\x00",
           "\u2028", "a", "12", "null", "True", "{", "}", "[1]", ": ", ", ", "<think>",
@@ -172,7 +172,7 @@ def type_of(value):
 
 
 def is_text_alone(value):
-    """Whether a string looks like no other value."""
+    """Return True if a string looks like no other value."""
     try:
         json.loads(value)
     except ValueError:
@@ -205,7 +205,7 @@ def called(draw, name):
 
 
 def is_clear(value, unclear):
-    """Whether a format can write a value."""
+    """Return True if a format can write a value."""
     if isinstance(value, dict):
         return all(is_clear(each, unclear) for pair in value.items() for each in pair)
     if isinstance(value, list):

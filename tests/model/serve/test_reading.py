@@ -285,6 +285,22 @@ def test_what_only_looks_like_a_region_is_text_and_whole(text, before):
     assert (part.kind, part.text) == ("content", before + text)
 
 
+def test_a_tag_that_is_a_special_token_is_never_quoted():
+    made = reading()
+    made.has_special_tags = True
+    told = parts_of(made, made.free(b"x", (ADD, NOW)), f"```\nNot closed.\n{CALL}")
+    assert [part.kind for part in told] == ["content", "call", "arguments"]
+    made = reading(tool="openai")
+    text = (
+        "<|channel|>commentary<|message|>It's `a.<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    )
+    told = parts_of(made, made.free(b"<|start|>assistant", (NOW,)), text)
+    assert [(part.kind, part.text) for part in told] == [
+        ("content", "It's `a."), ("call", "now"), ("arguments", "{}")
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "before", ["", "So `x`:", "So:\n", "```\na\n```\n\n", "It's: ", 'He said "a".']
 )
