@@ -312,6 +312,7 @@ class Reader:
         self._new_id = new_id
         self._format = form.format or AnswerFormat()
         self._source = Source(form.begun)
+        self._num_begun = len(form.begun)  # characters that the prompt has said
         self._parts: list[Part] = []
         self._held = ""  # what may be the end of the answer
         self._told_from: int | None = None  # the place of arguments that are told as they come
@@ -428,6 +429,7 @@ class Reader:
             self._code.add(lead)
             outcome = yield from self._region()
             if outcome is True:
+                self._num_begun = 0
                 source.drop()
                 continue
             source.place = 0
@@ -566,6 +568,8 @@ class Reader:
 
     def _tell(self, text: str, *, is_known: int = 0) -> None:
         """Tell content; blanks before it only if it is not blank."""
+        begun, self._num_begun = self._num_begun, max(0, self._num_begun - len(text))
+        text = text[begun:]
         if not text:
             return
         self._code.add(text[is_known:])

@@ -285,6 +285,19 @@ def test_what_only_looks_like_a_region_is_text_and_whole(text, before):
     assert (part.kind, part.text) == ("content", before + text)
 
 
+def test_a_tag_at_the_end_of_the_prompt_begins_a_call_and_is_not_repeated():
+    made = reading(tool="functionary")
+    form = made.free(b"...>>>", (NOW,))
+    for text, wanted in (
+        ("now\n{}", [("call", "now"), ("arguments", "{}")]),
+        ("all\nHi. >>>", [("content", "Hi. >>>")]),
+        ("Hi. >>>", [("content", "Hi. >>>")]),
+        ("now\n{", [("content", "now\n{")]),
+    ):
+        assert [(part.kind, part.text) for part in parts_of(made, form, [text])] == wanted
+        assert [(part.kind, part.text) for part in parts_of(made, form, text)] == wanted
+
+
 def test_a_tag_that_is_a_special_token_is_never_quoted():
     made = reading()
     made.has_special_tags = True
