@@ -266,6 +266,12 @@ class EngineConfig(StepLimits):
         most=64,
         needs=("drafts", "draft_model"),
     )
+    json_schema_mode: Literal["closed", "literal"] = setting(
+        "closed",
+        help="structured outputs: closed: an object has only the properties that its schema names, "
+        "where the schema does not say otherwise, and white space is compact; literal: as JSON "
+        "Schema says, in which a missing additionalProperties allows all",
+    )
     grammar_token_s: float = setting(
         0.1,
         help="structured outputs: CPU seconds allowed for the token mask of one token; a request "

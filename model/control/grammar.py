@@ -1,4 +1,4 @@
-"""The grammar that a text must follow: a schema, an expression, a choice or a grammar in words.
+"""Grammars of texts: a schema, an expression, a choice, calls of tools or a grammar.
 
 Decides: how these are spelled. Invariants: equal grammars are equal values, so each is compiled
 once. A grammar that means nothing is refused when it is compiled (`sample/grammars.py`).
@@ -7,27 +7,16 @@ Does not know: tokens, the library that compiles it.
 """
 
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from model.errors import InvalidSettingError
 
-Form = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
+Form = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "tool_calls"]
 
 FORMS: tuple[Form, ...] = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
-
-ANY_OBJECT = '{"type": "object"}'
-
-_SLASHED = {"/": r"\/", "\n": r"\n"}
-"""The characters that an expression inside a lark grammar writes otherwise."""
-
-WHITE_SPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,8}"
-"""The white space between the parts of a JSON answer: a space, or a new line and its indent.
-
-Without a bound a model that is unsure may write white space to the end of its answer.
-"""
+"""The forms that a file or a request can describe."""
 
 _WANTED = f"an object with one of {', '.join(FORMS)}"
 
@@ -38,21 +27,50 @@ class Grammar:
 
     Attributes:
         form: "json_schema", "json_object" (any object), "regex" (of the whole text), "choice",
-            "lark" (a grammar as llguidance spells it) or "gbnf" (as llama.cpp does).
-        text: the schema or the choices as JSON, the expression, the grammar.
+            "lark" (a grammar as llguidance spells it), "gbnf" (as llama.cpp does) or "tool_calls".
+        text: the schema, the choices or the tools as JSON, the expression, the grammar.
+        closes: True if objects of a schema have no properties beside those that it names, unless
+            the schema says so, and white space is compact; False: as JSON Schema says; None: as the
+            engine's `json_schema_mode` says.
+        reasoning: the texts around reasoning that comes first; None: none does. If the first is
+            empty, the reasoning has begun, and must come to its end; else it may come or not.
     """
 
     form: Form
     text: str
+    closes: bool | None = None
+    reasoning: tuple[str, str] | None = None
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, object] | str) -> "Grammar":
+    def json_schema(
+        cls, schema: Mapping[str, object] | str, *, closes: bool | None = None
+    ) -> "Grammar":
         """Return the grammar of the JSON values that a schema allows. O(schema).
 
         Raises:
             InvalidSettingError: it is no JSON.
         """
-        return cls("json_schema", schema if isinstance(schema, str) else _as_json(schema))
+        text = schema if isinstance(schema, str) else _as_json(schema)
+        return cls("json_schema", text, closes)
+
+    @classmethod
+    def tool_calls(
+        cls, tools: Sequence[tuple[str, Mapping[str, object], bool]], most: int
+    ) -> "Grammar":
+        """Return the grammar of calls of tools. O(schemas).
+
+        Args:
+            tools: for each its name, the schema of its arguments, and whether that is strict.
+            most: the largest number of calls in a list; 0: the text is the arguments of the one
+                tool.
+
+        Raises:
+            InvalidSettingError: a schema is no JSON.
+        """
+        told = [
+            {"name": name, "schema": schema, "strict": strict} for name, schema, strict in tools
+        ]
+        return cls("tool_calls", _as_json({"tools": told, "most": most}))
 
     @classmethod
     def json_object(cls) -> "Grammar":
@@ -76,29 +94,8 @@ class Grammar:
         return cls("choice", _as_json(list(texts)))
 
     def behind(self, begin: str, end: str) -> "Grammar":
-        """Return the same grammar after reasoning between `begin` and `end`. O(text).
-
-        Args:
-            begin: "": the reasoning has begun, and must come to its end; else it may come or not.
-            end: its end.
-        """
-        text = self.text
-        match self.form:
-            case "json_schema" | "json_object":
-                answer = f"guided_answer: %json {spaced(text or ANY_OBJECT)}"
-            case "regex":
-                slashed = re.sub(r"\\.|[/\n]", lambda one: _SLASHED.get(one[0], one[0]), text)
-                answer = f"guided_answer: /{slashed}/"
-            case "choice":
-                answer = f"guided_answer: {' | '.join(map(_as_json, json.loads(text)))}"
-            case "lark":
-                answer = re.sub(r"^start\b", "guided_answer", text, flags=re.MULTILINE)
-            case _:  # another language
-                return self
-        start = f"({_as_json(begin)} reasoning_text)?" if begin else "reasoning_text"
-        ended = re.escape(end).replace("/", r"\/")
-        rules = f"reasoning_text: reasoned /\\n{{0,2}}/\nreasoned[lazy]: /(?s:.*){ended}/"
-        return Grammar("lark", f"start: {start} guided_answer\n{rules}\n{answer}\n")
+        """Return the same behind reasoning between two texts; gbnf stays as it is. O(1)."""
+        return self if self.form == "gbnf" else replace(self, reasoning=(begin, end))
 
     @classmethod
     def of(cls, described: object) -> "Grammar":
@@ -119,25 +116,6 @@ class Grammar:
         if form in {"regex", "lark", "gbnf"} and isinstance(value, str):
             return cls(form, value)
         raise InvalidSettingError("grammar", _WANTED, described)
-
-
-def spaced(schema: str) -> str:
-    """Return a schema with bounded white space, unless its `x-guidance` says otherwise. O(schema).
-
-    Args:
-        schema: as JSON; text that is no schema is returned unchanged.
-    """
-    try:
-        read = json.loads(schema)
-        read = {} if read is True else read
-        if isinstance(read, dict):
-            own = {"whitespace_pattern": WHITE_SPACE, **read.get("x-guidance", {})}
-            if own.get("whitespace_flexible") is False:
-                del own["whitespace_pattern"]
-            return json.dumps({**read, "x-guidance": own})
-    except (ValueError, TypeError, RecursionError):  # the compiler says what is wrong
-        pass
-    return schema
 
 
 def _is_text(value: object) -> bool:

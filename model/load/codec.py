@@ -33,11 +33,8 @@ class TextCodec(Protocol):
     """Text to tokens and back."""
 
     @property
-    def response_template(self) -> Mapping[str, object] | None:
-        """The format of the model's reasoning and tool calls; None: unknown.
-
-        https://huggingface.co/docs/transformers/chat_response_parsing
-        """
+    def chat_template(self) -> str | None:
+        """The text of its chat template, or of all if it has several; None: it has none."""
         ...
 
     @property
@@ -166,12 +163,17 @@ class HuggingFaceCodec:
     ) -> None:
         self._tokenizer = tokenizer
         self.model_type = model_type
-        self.response_template: Mapping[str, object] | None = getattr(
-            tokenizer, "response_template", None
-        )
         self._max_characters: int | None = None
         if max_positions is not None:
             self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
+
+    @property
+    def chat_template(self) -> str | None:
+        """As `TextCodec`."""
+        found: object = self._tokenizer.chat_template
+        if isinstance(found, Mapping):
+            return "\n".join(map(str, found.values()))
+        return None if found is None else str(found)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -13,7 +13,6 @@ passes the trial cannot overflow it here.
 Does not know: requests, steps, logits.
 """
 
-import json
 import logging
 import subprocess  # the program is ours
 import sys
@@ -30,10 +29,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from model.control.grammar import ANY_OBJECT, Grammar, spaced
+from model.control.grammar import Grammar
 from model.errors import GrammarError, InvalidSettingError, UnsupportedModelError
+from model.sample.grammar_source import Source, source_of
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +78,7 @@ class GrammarCompiler:
         token_s: the most processor time of a mask; None: grammars are not tried, because rank 0 has
             done that.
         clock: processor time of the thread, in seconds.
+        is_literal: True if schemas mean what JSON Schema says, unless a grammar itself says.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class GrammarCompiler:
         eos_token_ids: frozenset[int],
         token_s: float | None,
         clock: Callable[[], float] = time.thread_time,
+        *,
+        is_literal: bool = False,
     ) -> None:
+        self._is_literal = is_literal
         self._describe = describe
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -207,15 +210,15 @@ class GrammarCompiler:
     def _compiled(self, grammar: Grammar) -> Compiled:
         tokenizer = self._known_tokens()
         try:
-            source = _source(grammar)
+            source = source_of(grammar, is_literal=self._is_literal)
         except Exception as error:  # a parser may raise any error
             raise refused(grammar, str(error)) from error
         if self._token_s is not None and grammar.form not in {"choice", "json_object"}:
             _try(grammar, source)
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, source.text, log_level=0, limits=limits)
         if matcher.is_error():
-            raise refused(grammar, reason(matcher))
+            raise refused(grammar, source.explained(reason(matcher)))
         if self._token_s is not None:
             self._begin_text(grammar, matcher.deep_copy(), tokenizer, self._token_s)
         return Compiled(grammar, matcher)
@@ -281,9 +284,9 @@ def _settle(asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
 
 def refused(grammar: Grammar, why: str) -> InvalidSettingError:
     """Return the error of a grammar that is refused. O(length of `why`)."""
-    return InvalidSettingError(
-        "grammar", f"a {grammar.form} that compiles ({' '.join(why.split())[:300]})", grammar.text
-    )
+    is_calls = grammar.form == "tool_calls"
+    wanted = "schemas that can be enforced" if is_calls else f"a {grammar.form} that compiles"
+    return InvalidSettingError("grammar", f"{wanted} ({' '.join(why.split())[:300]})", grammar.text)
 
 
 def reason(matcher: LLMatcher) -> str:
@@ -310,12 +313,23 @@ def _first(words: torch.Tensor, ends: frozenset[int]) -> int | None:
     return token if allowed[token] else None
 
 
-def _try(grammar: Grammar, source: str) -> None:
+def _try(grammar: Grammar, source: Source) -> None:
     """Compile a grammar in another process. Some tens of milliseconds.
 
     Raises:
-        InvalidSettingError: it does not compile there.
+        InvalidSettingError: it does not compile there, or a pattern overlaps with a property.
     """
+    said = _tried(grammar, source.text)
+    if said:
+        raise refused(grammar, source.explained(said))
+    for overlap in source.overlaps:
+        if _tried(grammar, str(LLMatcher.grammar_from_json_schema(overlap.schema))):
+            why = f"{overlap.place}: a pattern matches the name of a property beside it"
+            raise refused(grammar, why)
+
+
+def _tried(grammar: Grammar, source: str) -> str:
+    """Compile a source in a separate process; return the library's error message, if any."""
     library = find_spec("llguidance._lib")
     program = Path(__file__).with_name("grammar_trial.py")
     limits = (_TRIAL_CPU_S, _TRIAL_BYTES, _TRIAL_STACK_BYTES)
@@ -339,26 +353,4 @@ def _try(grammar: Grammar, source: str) -> None:
     if ran.returncode:
         raise RuntimeError(f"grammar_trial.py: {ran.stderr.decode(errors='replace')[-500:]}")
     said = ran.stdout.decode(errors="replace").strip()
-    if said and not said.startswith("WARNING"):
-        raise refused(grammar, said)
-
-
-def _source(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's own format.
-
-    Raises:
-        Exception: it is not valid JSON, or not a valid grammar of its kind.
-    """
-    match grammar.form:
-        case "json_schema":
-            return str(LLMatcher.grammar_from_json_schema(spaced(grammar.text)))
-        case "json_object":
-            return str(LLMatcher.grammar_from_json_schema(spaced(ANY_OBJECT)))
-        case "regex":
-            return str(LLMatcher.grammar_from_regex(grammar.text))
-        case "choice":
-            texts = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
-            return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
-        case "gbnf":
-            return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text)))
-    return str(LLMatcher.grammar_from_lark(grammar.text))
+    return "" if said.startswith("WARNING") else said

@@ -65,8 +65,9 @@ class Grammars:
         self._request_s = config.grammar_request_s if measures else math.inf
         self._clock = clock
         self._compiler = GrammarCompiler(
-            describe, vocab_size, eos_token_ids, self._token_s if measures else None, clock
-        )
+            describe, vocab_size, eos_token_ids, self._token_s if measures else None, clock,
+            is_literal=config.json_schema_mode == "literal",
+        )  # fmt: skip
         self.texts: dict[int, _Text] = {}
         self._untrimmed_s = 0.0
         self._overrun: dict[int, tuple[Request, GrammarError]] = {}

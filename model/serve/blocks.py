@@ -15,7 +15,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, PrivateAttr, ValidationError
 
@@ -25,12 +25,10 @@ from model.serve.errors import ApiError, in_body
 from model.serve.generation import num_reasoning_tokens, read, usage
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest, ignored, refuse_unsupported
+from model.serve.reading import Part
 from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Part
 
 
 class OtherRequest(Strict):

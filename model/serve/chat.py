@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -31,13 +31,11 @@ from model.serve.generation import (
 from model.serve.large_bodies import LargeBodyRoute
 from model.serve.logprobs import quoted
 from model.serve.protocol import ChatRequest
+from model.serve.reading import Form as ReadingForm
+from model.serve.reading import Part
 from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Form as ReadingForm
-    from model.serve.reading import Part
 
 
 class _Messages(EventForm):
@@ -216,8 +214,8 @@ async def _converse(
         raise api_error(error, names) from error
     if params.grammar is not None and read_as.reasoning is not None:
         params = replace(params, grammar=params.grammar.behind(*read_as.reasoning))
-    if read_as.template is not None and not body.must_call:
-        params = replace(params, skip_special_tokens=False)  # some of them mark regions
+    if service.reading.has_special_tags and not body.must_call:
+        params = replace(params, skip_special_tokens=False)
     turns = await service.turns(body.messages, prompt, body)
     submission = body.submission(prompt, params, service.adapter(body.model))
     asked = Asked(
@@ -237,19 +235,17 @@ def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) ->
     """How the answer of a request is read."""
     if body.must_call:
         return service.reading.demanded(prompt, body.chosen)
-    is_guided = body.grammar_field != ""
-    if not body.may_call:
-        return service.reading.free(prompt, is_guided=is_guided)
-    if not service.reading.knows_calls:
-        raise ApiError(
-            400,
-            "tools: how this model writes calls is unknown; choose with --tool-call-parser, or "
-            "demand a call by tool_choice",
-            param="tools",
-        )
-    tools: list[dict[str, object]] = [tool.model_dump() for tool in body.tools or ()]
-    most_calls = 1 if body.parallel_tool_calls is False else None
-    return service.reading.free(prompt, tools, most_calls, is_guided=is_guided)
+    tools: list[dict[str, object]] = []
+    if body.may_call:
+        tools = [tool.model_dump() for tool in body.tools or ()]
+    said = body.messages[-1].said if body.continue_final_message else None
+    return service.reading.free(
+        prompt,
+        tools,
+        1 if body.parallel_tool_calls is False else None,
+        is_guided=body.grammar_field != "",
+        continued=said if isinstance(said, str) else None,
+    )
 
 
 def chat(service: Service) -> APIRouter:

@@ -24,11 +24,18 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
 _API_KEY = "KVCORE_API_KEY"
 _KEY = re.compile(r"[!-~]+")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
-_FAMILIES = {
-    "hermes": "qwen3", "qwen3": "qwen3", "deepseek_r1": "qwen3", "gemma4": "gemma4",
-    "qwen3_coder": "qwen3_5", "qwen3_xml": "qwen3_5",
-}  # fmt: skip
-"""vLLM's names of parsers, and the types of models for which Transformers has a template."""
+ToolCallParser = Literal[
+    "hermes", "qwen3", "qwen3_coder", "qwen3_xml", "mistral", "llama3_json", "deepseek_v3",
+    "deepseek_v31", "glm45", "glm47", "kimi_k2", "granite", "phi4_mini_json", "functionary",
+    "gemma4", "openai", "seed_oss", "jamba", "internlm",
+]  # fmt: skip
+"""The formats of calls that can be chosen, by vLLM's names; `answer_formats.py` describes them."""
+
+ReasoningParser = Literal[
+    "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "granite", "kimi_k2", "mistral", "gemma4",
+    "openai_gptoss", "seed_oss",
+]  # fmt: skip
+"""Likewise, of reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +75,13 @@ class ServeConfig:
         "max_tokens; auto: what the model's generation_config.json recommends; vllm: the defaults "
         "of OpenAI's interface, as with vLLM's flag of this name",
     )
-    tool_call_parser: Literal["hermes", "qwen3", "qwen3_coder", "qwen3_xml", "gemma4"] | None = (
-        setting(
-            None,
-            help="how the model writes calls of tools (default: what its tokenizer or its type "
-            "says)",
-        )
-    )
-    reasoning_parser: Literal["qwen3", "deepseek_r1", "gemma4"] | None = setting(
+    tool_call_parser: ToolCallParser | None = setting(
         None,
-        help="how the model writes reasoning (default: what its tokenizer or its type says)",
+        help="how the model writes calls of tools (default: as its chat template or its type says)",
+    )
+    reasoning_parser: ReasoningParser | None = setting(
+        None,
+        help="how the model writes reasoning (default: as its chat template or its type says)",
     )
     allow_origins: tuple[str, ...] = setting(
         (),
@@ -186,12 +190,6 @@ class ServeConfig:
     def template_options(self) -> dict[str, object]:
         """What every conversation's template is told. O(1)."""
         return {} if self.chat_template is None else {"chat_template": self.chat_template}
-
-    @property
-    def families(self) -> tuple[str | None, str | None]:
-        """Types of models as Transformers names them: those that write calls and reasoning so."""
-        calls, reasoning = self.tool_call_parser or "", self.reasoning_parser or ""
-        return _FAMILIES.get(calls), _FAMILIES.get(reasoning)
 
     def sampling_defaults(self, engine: "EngineCore") -> dict[str, object]:
         """Return the sampling parameters of requests that do not give them. O(1).

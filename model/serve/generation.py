@@ -19,7 +19,7 @@ import ipaddress
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -34,12 +34,10 @@ from model.serve.errors import ApiError, api_error
 from model.serve.gate import given_key
 from model.serve.logprobs import ENTRY_BYTES, LogprobsWriter, num_entries, quoted
 from model.serve.protocol import GenerationRequest
+from model.serve.reading import Part
 from model.serve.reasoning import CountingReader
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
-
-if TYPE_CHECKING:  # it loads Transformers
-    from model.serve.reading import Part
 
 _TURN_CHARACTERS = 32_768
 """What is written of an answer before others have a turn on the event loop."""

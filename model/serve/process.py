@@ -35,6 +35,7 @@ from model.serve.config import ServeConfig
 from model.serve.gate import LINE_BEGINS
 from model.serve.head import BoundedProtocol
 from model.serve.listener import address_of
+from model.serve.reading import reading_of
 
 if TYPE_CHECKING:
     from model.engine_core import EngineCore
@@ -71,11 +72,13 @@ def serve(options: ServeOptions, listener: socket.socket, has_torch: Event) -> i
             import_module("torch")
             has_torch.set()
             start = import_module("model.cli.start")  # and Transformers
-            import_module("model.serve.reading")
         made: EngineCore = start.make_engine(
             options.model, options.engine, say, expects_grammars=True
         )
         options.serve.sampling_defaults(made)  # refused now or never
+        warning = reading_of(made, options.serve).warning
+        if warning is not None:
+            say(warning)
         return made
 
     engine = AsyncEngine(

@@ -84,7 +84,7 @@ class ResponseFormat(Strict):
         if self.json_schema is None or self.json_schema.schema_ is None:
             field = "response_format.json_schema.schema"
             raise ApiError(400, f"{field}: missing", param=field)
-        return Grammar.json_schema(self.json_schema.schema_)
+        return Grammar.json_schema(self.json_schema.schema_, closes=self.json_schema.strict or None)
 
 
 class StructuredOutputs(Strict):

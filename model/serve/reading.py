@@ -1,12 +1,11 @@
-"""What a model writes, read as reasoning, text and calls of tools.
+"""Reads what a model writes as reasoning, text and calls of tools.
 
-The parser is Transformers' `ResponseParser`, which follows a response template: that of the
-tokenizer, or the one that `transformers serve` has for a family of models whose tokenizers have
-none. A call that a grammar demands (`tools.py`) is read by the same parser, with a template for it.
-https://huggingface.co/docs/transformers/chat_response_parsing
-
-Decides: what an answer is read with, and what becomes of a region that cannot be parsed, such as a
-call that was cut off: it is text. White space between regions is dropped.
+Decides: the format of a model's answers (`answer_formats.py`): the one that a flag names, else the
+one whose tags the chat template has, else that of the type of model. And where tags count:
+reasoning begins with the answer or in the prompt, and ends once; a call begins where a whole call
+follows, outside of Markdown's code and of quotes unless its tag is a special token. All other text
+is content, and is never altered; a call that is broken or cut off is content with its tags. A call
+that a grammar demands (`tools.py`) is JSON, and is told as it is written.
 
 Invariants: a text without regions comes out as it went in; the parts of an answer are the same,
 however it was cut into pieces.
@@ -14,28 +13,29 @@ however it was cut into pieces.
 Does not know: tokens, how parts are sent.
 """
 
-import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from transformers.cli.serving.utils import get_response_template
-from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.response_templates import (
-    ResponseTemplate,
-    load_response_template,
+from model.serve import call_parser
+from model.serve.answer_formats import AnswerFormat, format_of, recognised
+from model.serve.call_parser import Call, NotACallError, Source, Steps
+from model.serve.config import ServeConfig
+
+if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from model.engine_core import EngineCore
+    from model.load.codec import TextCodec
+
+_UNKNOWN = (
+    "tools: how this model writes calls is unknown, so they are returned as text; "
+    "--tool-call-parser chooses a format"
 )
-
-from model.load.codec import TextCodec
-
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names of the region of reasoning in response templates."""
-
-_CALLS = "tool_calls"
-_END_TOKENS = 256  # of a prompt, in which the answer's beginning is looked for first
-_ANYWHERE = {"start_anchor_pattern": r"\A"}
+_END_TOKENS = 256  # of a prompt, which may open the reasoning of the answer
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_FENCE_CHARACTERS = 100
+_TICKS = re.compile(r"(`+)")
+_QUOTES = re.compile(r"""(?:(?:^|[\s(\[])["']|[“‘«])\Z""")  # noqa: RUF001
 
 
 class Part(NamedTuple):
@@ -55,26 +55,35 @@ class Part(NamedTuple):
     call_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """How an answer is read.
 
     Attributes:
-        template: of all regions that it may have; None: it is text.
-        tools: those on offer, whose schemas give arguments their types.
-        named: the function that the whole answer calls; None: it says so itself.
-        most_calls: further ones are dropped; None: none are.
-        prompt: the end of the prompt, which may begin the answer's first region.
-        reasoning: what begins and ends the reasoning before an answer that a grammar makes; None:
-            there is none. The beginning is empty where the prompt has it.
+        format: the format of the model; None: the answer is text.
+        schemas: the schemas of the arguments of the tools on offer, by name; None: calls are text.
+        demanded: the function that the whole answer calls; "": the answer is a list of calls, as a
+            grammar makes it; None: the model calls as it likes.
+        most_calls: the largest number of calls; further ones are dropped. None: there is no limit.
+        begun: the end of the prompt that belongs to the answer.
+        is_reasoning: True if the prompt has opened the reasoning.
+        may_reason: True if reasoning may come first.
+        reasoning: the texts around the reasoning before an answer that a grammar makes; None:
+            there is none. The first is empty where the prompt has it.
+        ends: texts of tokens that end an answer.
+        is_quotable: True if a text may quote tags, as none of them is a special token.
     """
 
-    template: ResponseTemplate | None = None
-    tools: Sequence[Mapping[str, object]] = ()
-    named: str | None = None
+    format: AnswerFormat | None = None
+    schemas: Mapping[str, Mapping[str, object]] | None = None
+    demanded: str | None = None
     most_calls: int | None = None
-    prompt: str = ""
+    begun: str = ""
+    is_reasoning: bool = False
+    may_reason: bool = True
     reasoning: tuple[str, str] | None = None
+    ends: tuple[str, ...] = ()
+    is_quotable: bool = True
 
 
 class Reading:
@@ -82,35 +91,37 @@ class Reading:
 
     Args:
         codec: the model's tokenizer.
-        tool_family: the type of model whose template is taken in place of the tokenizer's.
-        reasoning_family: likewise, for its region of reasoning.
+        tool_parser: the name of the format of calls; None: as the model's chat template says.
+        reasoning_parser: likewise, of reasoning.
+        template: the chat template, where it is not the tokenizer's.
+        ends: the texts of the tokens that end an answer.
 
     Attributes:
-        knows_calls: whether it is known how the model writes calls.
+        format: the format of answers; None: it is unknown.
+        knows_calls: True if it is known how the model writes calls.
+        warning: a line for the start of a server, if calls of a chat model cannot be read.
+        has_special_tags: True if some tags are special tokens, which a text usually leaves out.
     """
 
     def __init__(
-        self, codec: TextCodec, tool_family: str | None, reasoning_family: str | None
+        self,
+        codec: "TextCodec",
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        template: str | None = None,
+        ends: Sequence[str] = (),
     ) -> None:
         self._decode = codec.decode
-        self._reasons = reasoning_family is not None
-        self._template = _family_template(codec, tool_family, reasoning_family)
-        fields = {} if self._template is None else self._template["fields"]
-        self.knows_calls = _CALLS in fields
-        self._forms = {
-            reads_calls: load_response_template({**self._template, "fields": {
-                name: {**each, "optional": True}  # an answer may be cut off
-                for name, each in fields.items()
-                if reads_calls or name != _CALLS
-            }}) if self._template is not None else None
-            for reads_calls in (False, True)
-        }  # fmt: skip
-
-        self._region: dict[str, Any] = next(
-            (fields[name] for name in _REASONING if name in fields), {}
-        )
-        ends = [self._region.get(name) for name in ("open", "close")]
-        self._marks = [one for one in ends if isinstance(one, str) and _is_text(codec, one)]
+        self._reasons = reasoning_parser is not None
+        self._ends = tuple(filter(None, ends))
+        template = template or codec.chat_template
+        self.format = _format(codec, tool_parser, reasoning_parser, template or "")
+        self.knows_calls = self.format is not None and bool(self.format.calls)
+        self.warning = _UNKNOWN if template is not None and not self.knows_calls else None
+        tags = set() if self.format is None else _literals(self.format)
+        self.has_special_tags = any(not _is_text(codec, tag) for tag in tags)
+        reasoning = () if self.format is None else self.format.reasoning
+        self._guides_reasoning = bool(reasoning) and all(_is_text(codec, tag) for tag in reasoning)
 
     def free(
         self,
@@ -119,117 +130,173 @@ class Reading:
         most_calls: int | None = None,
         *,
         is_guided: bool = False,
+        continued: str | None = None,
     ) -> Form:
-        """How an answer is read in which the model may call tools or not. O(prompt).
+        """Return how an answer is read in which the model may call tools or not. O(prompt).
 
         Args:
             prompt: its tokens.
             tools: those that it may call.
             most_calls: as `Form` has it.
-            is_guided: whether a grammar makes the answer, behind its reasoning.
+            is_guided: True if a grammar makes the answer, behind its reasoning.
+            continued: the beginning of the answer, where the prompt has it.
         """
-        template = self._forms[bool(tools)]
-        if template is None:
+        if self.format is None:
             return Form()
-        begun = self._begun(template, prompt)
-        reasoning = self._reasoning(begun) if is_guided else None
-        if is_guided and reasoning is None:
-            begun = ""
-        return Form(template, tools, None, most_calls, begun, reasoning)
+        end = self._decode(prompt[-_END_TOKENS:], skip_special_tokens=False).rstrip()
+        opened = _opened(self.format, end, continued)
+        reasoning = self._reasoning(opened=opened) if is_guided else None
+        begun = max((t for t in _tags(self.format) if end.endswith(t)), default="", key=len)
+        return Form(
+            format=self.format,
+            schemas=_schemas(tools) if tools and self.knows_calls else None,
+            most_calls=most_calls,
+            begun=begun,
+            is_reasoning=opened is True and (not is_guided or reasoning is not None),
+            may_reason=opened is None and continued is None,
+            reasoning=reasoning,
+            ends=self._ends if self.has_special_tags else (),
+            is_quotable=not self.has_special_tags,
+        )
 
-    def _begun(self, template: ResponseTemplate, prompt: Sequence[int]) -> str:
-        """What of an answer is in the prompt: without white space at its end.
-
-        The parser would hold that back until the answer comes.
-        """
-        text = self._decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
-        if len(prompt) > _END_TOKENS and not template.start_anchor_re.search(text):
-            text = self._decode(prompt, skip_special_tokens=False)
-        if not template.start_anchor_re.search(text):
-            return ""
-        return template.truncate_past_last_anchor(text).rstrip()
-
-    def _reasoning(self, begun: str) -> tuple[str, str] | None:
-        """As `Form` has it, for an answer that is begun so."""
-        if len(self._marks) < 2:
+    def _reasoning(self, *, opened: bool | None) -> tuple[str, str] | None:
+        """Return the texts around reasoning that a grammar has to allow for."""
+        if self.format is None or not self._guides_reasoning or opened is False:
             return None
-        begin, end = self._marks
-        _, found, inside = begun.rpartition(begin)
-        if found:
-            return None if end in inside else ("", end)
+        begin, end = self.format.reasoning
+        if opened:
+            return "", end
         return (begin, end) if self._reasons else None
 
     @staticmethod
     def open(form: Form, new_id: Callable[[], str]) -> "Reader":
-        """Begin to read an answer. O(end of the prompt)."""
+        """Begin to read an answer. O(1)."""
         return Reader(form, new_id)
 
     def demanded(self, prompt: Sequence[int], named: str | None) -> Form:
-        """How an answer is read that a grammar of `tools.py` makes calls of. O(prompt).
+        """Return how an answer is read that a grammar of `tools.py` makes calls of. O(prompt).
 
         Args:
             prompt: its tokens.
             named: the function that must be called; None: the answer is a list of calls.
         """
-        name, arguments = ("{name}", "{arguments}") if named is None else (named, "{content}")
-        calls = {
-            "content": "json",
-            "transform": {"type": "function", "function": {"name": name, "arguments": arguments}},
-            "transform_each": named is None,
-        }
-        fields: dict[str, Any] = {_CALLS: calls}
         form = self.free(prompt, is_guided=True)
-        if form.reasoning is not None:
-            fields["reasoning_content"] = self._region
-        return Form(
-            load_response_template({**_ANYWHERE, "fields": fields}),
-            named=named,
-            prompt=form.prompt if form.reasoning is not None else "",
-            reasoning=form.reasoning,
-        )
+        return replace(form, demanded=named or "", begun="")
 
 
-def _is_text(codec: TextCodec, mark: str) -> bool:
-    """Whether a grammar can have it: it is no special token."""
+def reading_of(engine: "EngineCore", config: ServeConfig) -> Reading:
+    """Return how the answers of a model that is served are read. O(template)."""
+    codec, ends = engine.model.codec, sorted(engine.model.eos_token_ids)
+    return Reading(
+        codec,
+        config.tool_call_parser,
+        config.reasoning_parser,
+        config.chat_template,
+        [codec.decode([end], skip_special_tokens=False) for end in ends],
+    )
+
+
+def _is_text(codec: "TextCodec", mark: str) -> bool:
+    """Return True if a mark is no special token."""
     return mark in codec.decode(codec.encode(mark))
 
 
-def _family_template(
-    codec: TextCodec, tool_family: str | None, reasoning_family: str | None
-) -> dict[str, Any] | None:
-    """The response template of a model; None: how it writes calls is unknown. O(template)."""
-    family = tool_family or reasoning_family
-    if family is None:
-        return _template_of(codec.response_template, codec.model_type)
-    found = _template_of(None, family)
-    if found is not None and reasoning_family is not None:
-        regions = (_template_of(None, reasoning_family) or found)["fields"]
-        fields = {name: each for name, each in found["fields"].items() if name not in _REASONING}
-        found["fields"] = fields | {n: each for n, each in regions.items() if n in _REASONING}
-    return found
+def _format(
+    codec: "TextCodec", tool_parser: str | None, reasoning_parser: str | None, template: str
+) -> AnswerFormat | None:
+    """Return the format of a model's answers."""
+    found = format_of(tool_parser) if tool_parser else recognised(template, codec.model_type)
+    reasoning = format_of(reasoning_parser) if reasoning_parser else None
+    if reasoning is None:
+        return found
+    if found is None or not found.calls:
+        return reasoning
+    return replace(
+        found, reasoning=reasoning.reasoning, reasons_again=reasoning.reasons_again,
+        layout=tuple(dict.fromkeys((*found.layout, *reasoning.layout))),
+    )  # fmt: skip
 
 
-def _template_of(own: Mapping[str, object] | None, model_type: str) -> dict[str, Any] | None:
-    """A tokenizer's own template, or a copy of that of a type of model."""
-    tokenizer = SimpleNamespace(response_template=own)
-    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
-    found = get_response_template(tokenizer, cast("Any", model))
-    return None if found is None else deepcopy(dict(found))
+def _literals(form: AnswerFormat) -> set[str]:
+    """Return all texts of a format that stand for themselves. O(forms)."""
+    texts = [piece for one in form.calls for piece in call_parser.pieces(one.text)]
+    literals = {text for text in texts if text[0] != "{" and text.strip()}
+    return literals | {*form.reasoning, *form.section, *form.layout}
 
 
-class _Parser(ResponseParser):
-    """The parser, which goes on behind a region that it cannot parse, and tells the text of all."""
+def _tags(form: AnswerFormat) -> tuple[str, ...]:
+    """Return the texts with which a call or a piece of layout begins. O(forms)."""
+    openers = [call_parser.opener(one) for one in form.calls]
+    return tuple(filter(None, dict.fromkeys([*form.section[:1], *openers, *form.layout])))
 
-    def _close_current(self, events: list[dict[str, Any]]) -> None:
-        field, body = self._current, self._body
-        try:
-            num_before = len(events)
-            super()._close_current(events)
-            for event in events[num_before:]:
-                event["text"] = body
-        except Exception:  # noqa: BLE001  # a template may raise any error
-            events.append({"type": "region_broken", "field": field, "text": body})
-            self._reset_to_implicit()
+
+def _opened(form: AnswerFormat, prompt: str, continued: str | None) -> bool | None:
+    """Return True if a prompt has opened reasoning, False if it has closed it, else None."""
+    if not form.reasoning or form.reasons_again:
+        return None
+    begin, end = (tag.strip() for tag in form.reasoning)
+    _, found, inside = (prompt if continued is None else continued).rpartition(begin)
+    if end in (inside if found else prompt):  # some templates close what none has opened
+        return False if prompt.endswith(end) or continued is not None else None
+    if not found or (continued is None and inside.strip()):  # an earlier message speaks of it
+        return None
+    return True
+
+
+def _schemas(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
+    """Return the schemas of the arguments of tools, by name."""
+    made: dict[str, Mapping[str, object]] = {}
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name), **others}}:
+                schema = others.get("parameters")
+                made[name] = schema if isinstance(schema, Mapping) else {}
+    return made
+
+
+class _Code:
+    """Follows whether a text is inside of Markdown's code, or behind a quote that opens."""
+
+    def __init__(self) -> None:
+        self._fence = ""  # what opened a block of code
+        self._line = ""  # the beginning of the line
+        self._end = ""  # the last characters of the line
+        self._ticks = ""  # what opened code within the line
+        self._run = ""  # the backticks at the end of the line
+
+    def add(self, text: str) -> None:
+        """Go on with the text. O(text)."""
+        first, *others = text.split("\n")
+        self._add_to_line(first)
+        for line in others:
+            self._settle()
+            found = _FENCE.match(self._line)
+            if found and not self._fence:
+                self._fence = found[1]
+            elif found and found[1].startswith(self._fence) and self._line.strip() == found[1]:
+                self._fence = ""
+            self._line = self._end = self._ticks = ""
+            self._add_to_line(line)
+
+    def _add_to_line(self, text: str) -> None:
+        self._line += text[: _FENCE_CHARACTERS - len(self._line)]
+        self._end = (self._end + text[-2:])[-2:]
+        for piece in _TICKS.split(text):
+            if piece[:1] == "`":
+                self._run += piece
+            elif piece:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Take the last backticks as an end or a beginning of code."""
+        if self._run:
+            self._ticks = "" if self._run == self._ticks else self._ticks or self._run
+            self._run = ""
+
+    def quotes(self) -> bool:
+        """Return True if what follows is quoted. O(1)."""
+        self._settle()
+        return bool(self._fence or self._ticks or _QUOTES.search(self._end))
 
 
 class Reader:
@@ -243,76 +310,294 @@ class Reader:
         self.num_calls = 0
         self._form = form
         self._new_id = new_id
-        self._parser: _Parser | None = None
-        self._is_first, self._is_blank = True, False  # no region yet; nothing of it but blanks
-        if form.template is not None:
-            tools = [dict(tool) for tool in form.tools]
-            self._parser = _Parser(form.template, prefix=form.prompt, tools=cast("Any", tools))
-            for event in self._parser.initial_events:  # they were told, or are the template's
-                list(self._told(event))
-            self.num_calls = 0
+        self._format = form.format or AnswerFormat()
+        self._source = Source(form.begun)
+        self._num_begun = len(form.begun)  # characters that the prompt has said
+        self._parts: list[Part] = []
+        self._held = ""  # what may be the end of the answer
+        self._told_from: int | None = None  # the place of arguments that are told as they come
+        self._gap: str | None = ""  # blanks at the beginning of a text; None: the text has begun
+        self._is_told = False
+        self._code = _Code()
+        self._tags = _tags(self._format) if form.schemas is not None else self._format.layout
+        if self._format.reasons_again:
+            self._tags = (*self._tags, *self._format.reasoning[:1])
+        self._opening, self._begun_tags = _opening(self._tags, self._format.before)
+        self._steps = self._answer()
+        next(self._steps, None)
 
     def read(self, text: str, *, is_last: bool) -> list[Part]:
-        """What is new with a piece of the text. O(text).
+        """Return what is new with a piece of the text. O(text).
 
         Args:
             text: the piece.
-            is_last: whether the answer ends with it.
+            is_last: True if the answer ends with it.
         """
-        if self._parser is None:
+        if self._form.format is None and self._form.demanded is None:
             return [Part("content", text)] if text else []
-        events = self._parser.feed(text) if text else []
-        if is_last:
-            events += self._parser.finalize()[1]
-        return list(_joined(part for event in events for part in self._told(event)))
+        text, self._held = self._held + text, ""
+        for end in self._form.ends:
+            if is_last:
+                text = text.removesuffix(end)
+                continue
+            size = max((n for n in range(len(end) + 1) if text.endswith(end[:n])), default=0)
+            if size > len(self._held):
+                self._held = text[-size:]
+        self._source.text += text.removesuffix(self._held) if self._held else text
+        self._source.is_whole = is_last
+        next(self._steps, None)
+        self._tell_arguments()
+        parts, self._parts = self._parts, []
+        return list(_joined(parts))
 
-    def _told(self, event: Mapping[str, Any]) -> Iterator[Part]:
-        kind, field = event["type"], event["field"]
-        is_named_call = field == _CALLS and self._form.named is not None
-        if kind == "region_open":
-            self._is_blank = not self._is_first or field in _REASONING
-            self._is_first = False
-            if is_named_call:
-                yield from self._call(self._form.named or "")
-        elif kind == "region_chunk" and is_named_call:
-            yield self._arguments(event["text"])
-        elif kind == "region_chunk" and not event["dirty"]:
-            yield from self._text(field, event["text"])
-        elif kind == "region_broken" and not is_named_call:
-            yield from self._text("content", event["text"])
-        elif kind == "region_close" and field == _CALLS and not is_named_call:
-            value = event["value"]
-            for call in value if isinstance(value, list) else [value]:
-                yield from self._whole_call(call, event["text"])
+    def _answer(self) -> Steps[None]:
+        source, form = self._source, self._form
+        if form.is_reasoning:
+            yield from call_parser.blank(source)
+            yield from call_parser.literal(source, self._format.reasoning[0])  # some repeat it
+            yield from self._reasoning()
+        elif form.may_reason and self._format.reasoning and not self._format.reasons_again:
+            yield from call_parser.blank(source)
+            if (yield from call_parser.literal(source, self._format.reasoning[0])):
+                yield from self._reasoning()
+            else:
+                source.place = 0
+        if form.demanded is None:
+            yield from self._content()
+            return
+        try:
+            yield from call_parser.blank(source)
+            yield from self._demanded(form.demanded)
+        except NotACallError as error:
+            self._tell_arguments()
+            self._told_from = None
+            while not error.is_cut:  # a grammar makes no such text
+                self._tell(source.text[source.place :])
+                source.place = len(source.text)
+                yield
 
-    def _text(self, field: str, text: str) -> Iterator[Part]:
-        if self._is_blank:
-            text = text.lstrip()
+    def _reasoning(self) -> Steps[None]:
+        """Read reasoning and the layout around it."""
+        source, close = self._source, self._format.reasoning[1]
+        close = close.strip()
+        yield from call_parser.blank(source)
+        while True:
+            found = source.text.find(close, source.place)
+            size = _partial(source.text, source.place, (close,))
+            end = len(source.text) - size if found < 0 else found
+            if found < 0 and source.is_whole:
+                end = len(source.text)
+            text = source.text[source.place : end].rstrip()
+            if text:
+                self._parts.append(Part("reasoning", text))
+                self._is_told = True
+            source.place += len(text)
+            if found >= 0:
+                source.place = found + len(close)
+                yield from call_parser.run(source, re.compile(r"\n*"))
+                source.drop()
+                self._gap, self._is_told = "", True
+                return
+            source.drop()
+            if source.is_whole:
+                return
+            yield
+
+    def _content(self) -> Steps[None]:
+        """Read texts and calls up to the end of the answer."""
+        source, format_ = self._source, self._format
+        if self._form.schemas is not None and any(
+            not call_parser.opener(form) for form in format_.calls
+        ):
+            yield from self._bare()
+        while True:
+            found = self._opening.search(source.text, source.place) if self._tags else None
+            if found is None:
+                size = (
+                    0 if source.is_whole else _partial(source.text, source.place, self._begun_tags)
+                )
+                self._tell(source.text[source.place : len(source.text) - size])
+                source.place = len(source.text) - size
+                source.drop()
+                if source.is_whole:
+                    break
+                yield
+                continue
+            lead = found[1]
+            self._tell(source.text[source.place : found.start()])
+            source.text, source.place = source.text[found.end(1) :], 0
+            self._code.add(lead)
+            outcome = yield from self._region()
+            if outcome is True:
+                self._num_begun = 0
+                source.drop()
+                continue
+            source.place = 0
+            if outcome is None:  # cut off: the rest is a part of it
+                self._tell(lead + source.text)
+                break
+            self._tell(lead + source.text[0], is_known=len(lead))
+            source.place = 1
+        if self._gap and not self._is_told:
+            self._parts.append(Part("content", self._gap))
+
+    def _bare(self) -> Steps[None]:
+        """Read calls that no tag opens, at the beginning of an answer."""
+        source = self._source
+        place = 0
+        yield from call_parser.blank(source)
+        while (yield from self._calls()) is True:
+            place = source.place
+            yield from call_parser.blank(source)
+            yield from call_parser.literal(source, self._format.separator)
+            yield from call_parser.blank(source)
+        source.place = place
+        source.drop()
+
+    def _region(self) -> Steps[bool | None]:
+        """Read what a tag opens.
+
+        Returns:
+            True if it is more than text; None if it could have been, but the answer ended.
+        """
+        source, format_ = self._source, self._format
+        again = format_.reasoning[:1] if format_.reasons_again else ()
+        if again and (yield from call_parser.literal(source, again[0])):
+            source.drop()
+            self._code = _Code()
+            yield from self._reasoning()
+            return True
+        is_quoted = self._form.is_quotable and self._code.quotes()
+        if self._form.schemas is not None and not is_quoted:
+            outcome = yield from self._section()
+            if outcome is not False:
+                return outcome
+        for tag in format_.layout:
+            source.place = 0
+            if (yield from call_parser.literal(source, tag)):
+                self._code = _Code()
+                return True
+        return False
+
+    def _section(self) -> Steps[bool | None]:
+        """Read a call, or a section of calls."""
+        source, section = self._source, self._format.section
+        has_begun = bool(section) and (yield from call_parser.literal(source, section[0]))
+        if has_begun:
+            yield from call_parser.blank(source)
+        outcome = yield from self._calls()
+        while outcome is True and has_begun:
+            end = source.place
+            yield from call_parser.blank(source)
+            if (yield from call_parser.literal(source, section[1])):
+                return True
+            if (yield from self._calls()) is not True:
+                source.place = end
+                return True
+        return outcome
+
+    def _calls(self) -> Steps[bool | None]:
+        """Read what one of the forms of calls matches; as `_region` returns."""
+        source, is_cut, begin = self._source, False, self._source.place
+        schemas = self._form.schemas or {}
+        for form in self._format.calls:
+            source.place = begin
+            try:
+                found = yield from call_parser.calls(source, form, schemas)
+            except NotACallError as error:
+                is_cut = is_cut or error.is_cut
+                continue
+            is_strict = self._format.only_offered or not call_parser.opener(form)
+            if is_strict and any(call.name not in schemas for call in found):
+                continue
+            for call in found:
+                self._tell_call(call)
+            return True
+        source.place = begin
+        return None if is_cut else False
+
+    def _demanded(self, name: str) -> Steps[None]:
+        """Read calls that a grammar makes, and tell their arguments as they come."""
+        source, expect = self._source, call_parser.expect
+        if name:
+            while source.place == len(source.text):
+                if source.is_whole:
+                    return
+                yield
+            source.drop()
+            yield from self._streamed(name)
+            return
+        yield from expect(source, "[ ")
+        while True:
+            yield from expect(source, '{ "name" : "')
+            called = yield from call_parser.until(source, '"')
+            yield from expect(source, ' , "arguments" : ')
+            source.drop()
+            yield from self._streamed(called)
+            yield from expect(source, " } ")
+            if (yield from call_parser.literal(source, "]")):
+                return
+            yield from expect(source, ", ")
+
+    def _streamed(self, name: str) -> Steps[None]:
+        self._tell_call(Call(name, ""))
+        self._told_from = self._source.place
+        yield from call_parser.value(self._source)
+        self._tell_arguments()
+        self._told_from = None
+
+    def _tell_arguments(self) -> None:
+        if self._told_from is None:
+            return
+        text = self._source.text[self._told_from : self._source.place]
+        self._told_from = self._source.place
         if text:
-            self._is_blank = False
-            yield Part("reasoning" if field in _REASONING else "content", text)
+            self._parts.append(Part("arguments", text, self.num_calls - 1))
 
-    def _whole_call(self, call: object, text: str) -> Iterator[Part]:
-        """A call that was parsed; the text of what is none."""
-        match call:
-            case {"function": {"name": str(name), **others}}:
-                arguments = others.get("arguments", others.get("parameters", {}))
-                if not isinstance(arguments, str):
-                    arguments = json.dumps(arguments, ensure_ascii=False)
-                for part in self._call(name):
-                    yield part
-                    yield self._arguments(arguments)
-            case _:
-                yield from self._text("content", text)
-
-    def _call(self, name: str) -> Iterator[Part]:
+    def _tell_call(self, call: Call) -> None:
+        self._gap, self._is_told = "", True
         most = self._form.most_calls
-        if most is None or self.num_calls < most:
-            self.num_calls += 1
-            yield Part("call", name, self.num_calls - 1, self._new_id())
+        if most is not None and self.num_calls >= most:
+            return
+        number = call.number or self.num_calls
+        call_id = self._format.call_id.format(name=call.name, number=number) or self._new_id()
+        self._parts.append(Part("call", call.name, self.num_calls, call_id))
+        if call.arguments:
+            self._parts.append(Part("arguments", call.arguments, self.num_calls))
+        self.num_calls += 1
 
-    def _arguments(self, text: str) -> Part:
-        return Part("arguments", text, self.num_calls - 1)
+    def _tell(self, text: str, *, is_known: int = 0) -> None:
+        """Tell content; blanks before it only if it is not blank."""
+        begun, self._num_begun = self._num_begun, max(0, self._num_begun - len(text))
+        text = text[begun:]
+        if not text:
+            return
+        self._code.add(text[is_known:])
+        if self._gap is not None:
+            text = self._gap + text
+            self._gap = text
+            if not text.strip():
+                return
+            self._gap = None
+        self._is_told = True
+        self._parts.append(Part("content", text))
+
+
+def _opening(tags: Sequence[str], before: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
+    """Return what finds tags with the layout before them, and all texts to look for."""
+    longest = sorted(tags, key=len, reverse=True)
+    pattern = re.compile(f"({re.escape(before)}|)(?:{'|'.join(map(re.escape, longest))})")
+    return pattern, (*longest, *[before + tag for tag in longest])
+
+
+def _partial(text: str, place: int, tags: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may begin a tag. O(tags)."""
+    most = min(len(text) - place, max(map(len, tags), default=1) - 1)
+    for size in range(most, 0, -1):
+        end = text[-size:]
+        if any(tag.startswith(end) for tag in tags):
+            return size
+    return 0
 
 
 def _joined(parts: Iterable[Part]) -> Iterator[Part]:

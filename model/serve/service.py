@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from model.async_engine import AsyncEngine
@@ -23,10 +22,10 @@ from model.serve.conversation import ConversationOptions, ImagePart, Message, co
 from model.serve.errors import ApiError, api_error
 from model.serve.gate import ids
 from model.serve.image_urls import fetch
+from model.serve.reading import Reading, reading_of
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
-    from model.serve.reading import Reading
 
 _OPENERS = 8  # threads that wait for images, apart from those that make tokens
 _MANY = 256  # messages; images are looked for in more on a thread of their own
@@ -111,9 +110,7 @@ class Service:
     @cached_property
     def reading(self) -> Reading:
         """How the model's answers are read; wanted only while it is served. Once O(template)."""
-        loaded = import_module("model.serve.reading")  # Transformers is there with the engine
-        made: Reading = loaded.Reading(self.engine.engine.model.codec, *self.config.families)
-        return made
+        return reading_of(self.engine.engine, self.config)
 
     async def encode(self, text: str) -> list[int]:
         """The tokens of a text. O(text)."""

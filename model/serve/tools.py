@@ -4,8 +4,6 @@ Decides: that a call which `tool_choice` demands is written as JSON, by a gramma
 the named function, or a list of objects with `name` and `arguments`. A call that the model is free
 to make has the model's own form, which `reading.py` reads.
 
-Invariants: the schema of each tool is a grammar of its own, so that its `$ref`s stay its own.
-
 Does not know: how a model writes a call of its own accord, requests.
 """
 
@@ -29,7 +27,6 @@ MAX_CALLS = 16
 """The most calls of an answer that has to call tools: a weak model might never stop."""
 
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Function(Lenient):
@@ -127,19 +124,10 @@ def call_grammar(tools: Sequence[Tool], name: str | None, *, is_parallel: bool) 
             list of calls.
         is_parallel: whether the list may have several, at most `MAX_CALLS`.
     """
-    if name is not None:
-        [schema] = [_schema(tool) for tool in tools if tool.function.name == name][:1]
-        return Grammar("lark", f"start: %json {schema}\n")
-    calls, rules = [], []
-    for number, tool in enumerate(tools):
-        begin = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
-        calls.append(f'{begin} args{number} "}}"')
-        rules.append(f"args{number}: %json {_schema(tool)}\n")
-    more = f' (", " call){{0,{MAX_CALLS - 1}}}' if is_parallel else ""
-    return Grammar(
-        "lark", f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}\n{"".join(rules)}'
-    )
-
-
-def _schema(tool: Tool) -> str:
-    return json.dumps({**(tool.function.parameters or _NOTHING), "x-guidance": _SPACING})
+    offered = [
+        (one.name, one.parameters or _NOTHING, one.strict is True)
+        for one in (tool.function for tool in tools)
+        if name in {None, one.name}
+    ]
+    most = 0 if name is not None else MAX_CALLS if is_parallel else 1
+    return Grammar.tool_calls(offered, most)

@@ -94,7 +94,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 class ByteCodec:
     """One token a byte; ids from 256 on are no text."""
 
-    response_template = None
+    chat_template = None
     model_type = ""
 
     def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:

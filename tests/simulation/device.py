@@ -85,7 +85,7 @@ class Texts:
     """The tokenizer and texts of the model: a letter for each token, nothing for the last."""
 
     eos_token_ids = frozenset({EOS})
-    response_template = None
+    chat_template = None
     model_type = ""
 
     def __init__(self):

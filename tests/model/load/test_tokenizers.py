@@ -126,12 +126,11 @@ def test_settings_beside_the_file_stay(tmp_path):
         eos_token="<|end|>",  # noqa: S106
         additional_special_tokens=["<|end|>"],
         chat_template=template,
-        response_template={"defaults": {"role": "assistant"}},
     )
     codec = load_codec(str(folder))
     chat = codec.encode_chat([{"role": "user", "content": "x <|end|>  y"}])
     assert chat == tokenizer_of("Phi 3").encode("<s>x <|end|>  y<|end|>").ids
-    assert codec.response_template == {"defaults": {"role": "assistant"}}
+    assert codec.chat_template == template
 
 
 @pytest.mark.parametrize("named", [None, "GPT2Tokenizer"])

@@ -90,7 +90,7 @@ def test_a_grammar_stays_compiled_while_a_request_waits_whatever_others_bring(mo
     waiting = [engine.add_request(PROMPT, greedy(3, grammar=Grammar.choice([f"ab{n}"])))
                for n in range(5)]  # fmt: skip
     sources = []
-    monkeypatch.setattr(grammar_compiler, "_source", sources.append)
+    monkeypatch.setattr(grammar_compiler, "source_of", lambda grammar, **_: sources.append(grammar))
     run(engine, waiting)
     assert [bytes(request.output_tokens) for request in waiting] == [
         f"ab{n}".encode() for n in range(5)
@@ -186,7 +186,7 @@ def test_a_grammar_that_somebody_has_is_not_compiled_again(monkeypatch):
     made, grammar = compiler(), Grammar.choice(["ab"])
     first = made.compile(grammar).result()
     made._known.clear()
-    monkeypatch.setattr(grammar_compiler, "_source", None)
+    monkeypatch.setattr(grammar_compiler, "source_of", None)
     assert made.compile(grammar).result() is first
 
 
@@ -222,14 +222,14 @@ def test_what_the_first_grammar_would_wait_for_is_made_once_on_a_thread_that_may
 
 
 def test_a_grammar_that_nobody_waits_for_any_more_is_not_begun(monkeypatch):
-    goes_on, sources, source = threading.Event(), [], grammar_compiler._source
+    goes_on, sources, source = threading.Event(), [], grammar_compiler.source_of
 
-    def waits(grammar):
+    def waits(grammar, **more):
         sources.append(grammar)
         assert goes_on.wait(DEADLINE_S)
-        return source(grammar)
+        return source(grammar, **more)
 
-    monkeypatch.setattr(grammar_compiler, "_source", waits)
+    monkeypatch.setattr(grammar_compiler, "source_of", waits)
     made = compiler()
     grammars = [Grammar.choice([f"a{n}"]) for n in range(5)]
     *begun, left, half = [made.compile(grammar) for grammar in grammars[:4]]

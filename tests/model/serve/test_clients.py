@@ -257,14 +257,14 @@ def test_many_streams_lose_nothing_and_leave_no_block(served, count):
 
 
 def test_a_grammar_whose_client_has_gone_is_not_compiled(served, http, monkeypatch):
-    goes_on, sources, source = threading.Event(), [], grammar_compiler._source
+    goes_on, sources, source = threading.Event(), [], grammar_compiler.source_of
 
-    def waits(grammar):
+    def waits(grammar, **more):
         sources.append(grammar.text)
         assert goes_on.wait(HANG_S)
-        return source(grammar)
+        return source(grammar, **more)
 
-    monkeypatch.setattr(grammar_compiler, "_source", waits)
+    monkeypatch.setattr(grammar_compiler, "source_of", waits)
     clients = [connect(served) for _ in range(6)]
     for number, client in enumerate(clients):
         asked = {"prompt": "A tuple is", "max_tokens": 3, "guided_regex": f"gone{number}"}

@@ -45,10 +45,15 @@ READ = {
     "two calls": (f"{CALL}\n{OTHER}", "", "", [("add", {"a": 3, "b": 4}), ("now", {})]),
     "reasoning": ("<think>\nEasy.</think>\n\nIt is 7.", "It is 7.", "Easy.", []),
     "all": (f"<think>Easy.</think>So:\n{CALL}", "So:", "Easy.", [("add", {"a": 3, "b": 4})]),
-    "no JSON": ("<tool_call>add(3, 4)</tool_call>", "add(3, 4)", "", []),
-    "no name": ("<tool_call>[3, 4]</tool_call>", "[3, 4]", "", []),
+    "no JSON": ("<tool_call>add(3, 4)</tool_call>", "<tool_call>add(3, 4)</tool_call>", "", []),
+    "no name": ("<tool_call>[3, 4]</tool_call>", "<tool_call>[3, 4]</tool_call>", "", []),
+    "arguments that are no object": (f"{CALL[:-35]}3}}\n</tool_call>", None, "", []),
+    "a tag in a text": ("The tag <tool_call> opens a call.", None, "", []),
+    "a call in code": (f"So: `{CALL}`", None, "", []),
+    "a tag after reasoning": ("<think>Hm.</think>The tag <think> opens it.",
+                              "The tag <think> opens it.", "Hm.", []),
     "a name alone": ('<tool_call>{"name": "now"}</tool_call>', "", "", [("now", {})]),
-    "half a call": ('Hm.<tool_call>{"name": "add", "arg', 'Hm.{"name": "add", "arg', "", []),
+    "half a call": ('Hm.<tool_call>{"name": "add", "arg', None, "", []),
     "half an opening": ("a <tool_c", "a <tool_c", "", []),
     "an unknown name": ('<tool_call>{"name": "x", "arguments": {"y": "ä\\n"}}</tool_call>', "", "",
                         [("x", {"y": "ä\n"})]),
@@ -59,6 +64,7 @@ READ = {
 @pytest.mark.parametrize("kind", READ)
 def test_what_a_model_writes_is_told_as_reasoning_text_and_calls(client, kind, streams):
     text, content, reasoning, calls = READ[kind]
+    content = text if content is None else content
     answer = ask(client, text, tools=[ADD, NOW], stream=streams)
     if streams:
         message, reason = folded(answer)
@@ -120,6 +126,45 @@ def test_a_demanded_call_that_is_cut_off_is_not_told_as_done(client):
     assert choice.finish_reason == "length"
     with pytest.raises(json.JSONDecodeError):
         json.loads(choice.message.tool_calls[0].function.arguments)
+
+
+@pytest.mark.parametrize("most", [1, 6, 9, 12, 15, 18, 21])
+def test_a_list_of_calls_that_is_cut_off_is_never_content(client, most):
+    asked = {"tools": [STRICT], "max_tokens": most, "tool_choice": "required"}
+    [choice] = ask(client, **asked).choices
+    message, reason = folded(ask(client, **asked, stream=True))
+    assert choice.finish_reason == reason == "length"
+    assert not choice.message.content
+    assert not message["content"]
+    made = [call.function for call in choice.message.tool_calls or ()]
+    assert [(one.name, one.arguments) for one in made] == [
+        (name, arguments) for _, name, arguments in message["tool_calls"]
+    ]
+    assert bool(made) == (most > 12)
+    assert all(one.arguments[:1] in {"", "{"} for one in made)
+
+
+FALSE = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("how", ["form", "guide", "outputs", "calls", "named"])
+def test_objects_are_closed_and_compact(client, how):
+    """The model is small and would go on: a schema that says nothing of others has none."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": FALSE}}
+    named = {"type": "function", "function": {"name": "add"}}
+    asked = {
+        "form": {"response_format": {"type": "json_schema",
+                                     "json_schema": {"name": "x", "schema": FALSE}}},
+        "guide": {"extra_body": {"guided_json": FALSE}},
+        "outputs": {"extra_body": {"structured_outputs": {"json": FALSE}}},
+        "calls": {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
+        "named": {"tools": [tool], "tool_choice": named},
+    }[how]  # fmt: skip
+    answer = ask(client, **asked, temperature=1.5, seed=2, max_tokens=40)
+    [choice] = answer.choices
+    text = choice.message.content or choice.message.tool_calls[0].function.arguments
+    assert text in {'{"a": true}', '{"a": false}'}
+    assert answer.usage.completion_tokens < 30
 
 
 def test_several_answers_are_read_apart(client):
@@ -189,6 +234,16 @@ def test_what_means_nothing_is_refused_by_name(client, names, wrong, param):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, **wrong)
     names(refused.value.body, param)
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_by_its_tool_and_place(client):
+    schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    other = {"type": "function", "function": {"name": "search", "parameters": schema}}
+    message = r"tools: wanted schemas that can be enforced \(the tool 'search': #/properties/x/un"
+    for effort in ("none", "high"):  # behind reasoning, or not
+        with pytest.raises(openai.BadRequestError, match=message):
+            ask(client, tools=[ADD, other], tool_choice="required", reasoning_effort=effort)
+    assert ask(client, "Hi.", tools=[ADD, other]).choices[0].message.content == "Hi."
 
 
 def test_tools_and_what_came_of_them_are_in_the_prompt(http_of):
