@@ -174,7 +174,7 @@ async def converse(
     names = others | {runners: others.get(own, own) for runners, own in names.items()}
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
-    read_as = _reading_form(service, body, prompt)
+    read_as = _reading_form(service, body, await service.begun_answer(body.messages, body))
     try:
         params = body.sampling(
             service.sampling_defaults,
@@ -194,20 +194,18 @@ async def converse(
         streams=bool(body.stream),
         names=names,
     )
-    readers = [
-        service.reading.open(read_as, lambda: service.new_id("call")) for _ in range(params.n)
-    ]
+    readers = [service.reading.open(read_as, service.new_call_id) for _ in range(params.n)]
     response = await answer(request, service, asked, form(body, service, readers))
     return with_warning(response, body)
 
 
-def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) -> ReadingForm:
-    """How the answer of a request is read."""
+def _reading_form(service: Service, body: ChatRequest, begun: Sequence[int]) -> ReadingForm:
+    """How the answer of a request is read, of which the prompt has the beginning."""
     if body.must_call:
-        return service.reading.demanded(prompt, body.chosen)
+        return service.reading.demanded(begun, body.chosen)
     is_guided = body.grammar_field != ""
     if not body.may_call:
-        return service.reading.free(prompt, is_guided=is_guided)
+        return service.reading.free(begun, is_guided=is_guided)
     if not service.reading.knows_calls:
         raise ApiError(
             400,
@@ -217,7 +215,7 @@ def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) ->
         )
     tools: list[dict[str, object]] = [tool.model_dump() for tool in body.tools or ()]
     most_calls = 1 if body.parallel_tool_calls is False else None
-    return service.reading.free(prompt, tools, most_calls, is_guided=is_guided)
+    return service.reading.free(begun, tools, most_calls, is_guided=is_guided)
 
 
 def chat(service: Service) -> APIRouter:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from model.control.settings import check_settings, setting
-from model.errors import UsageError, shown
+from model.errors import InvalidArgumentError, ModelNotFoundError, UsageError, shown
 from model.pace import STREAM_SHARE
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
+    from model.load.codec import TextCodec
 
 _API_KEY = "KVCORE_API_KEY"
 _KEY = re.compile(r"[!-~]+")
@@ -201,6 +202,22 @@ class ServeConfig:
         model: Any = engine.model  # as loaded, with its network
         found: dict[str, object] = loaded.sampling_defaults(model.network)
         return plain | found
+
+    def check_template(self, codec: "TextCodec") -> None:
+        """Refuse a chat template that no conversation passes. O(template).
+
+        Raises:
+            UsageError: the one that is given is broken.
+            ModelNotFoundError: the model's own is.
+        """
+        try:
+            codec.check_template(self.chat_template)
+        except InvalidArgumentError as error:
+            if self.chat_template is not None:
+                raise UsageError(f"--chat-template: the template is broken: {error}") from error
+            raise ModelNotFoundError(
+                f"model: its chat template is broken: {error}; --chat-template replaces it"
+            ) from error
 
     def check_adapters(self, lora: Sequence[str]) -> None:
         """Refuse LoRA adapters that no request could name. O(adapters).
