@@ -38,9 +38,11 @@ _NO_CONTENT: tuple[dict[str, object], ...] = (
 )  # fmt: skip
 """The content of a message that only calls tools, in each form that templates want."""
 
-_KEY, _VALUE, _WORDS, _ID = "probe_key", "probe value", "probe words", "probe0001"
+_KEY, _VALUE, _OTHER, _WORDS = "probe_key", "probe value", "probe second", "probe words"
+_ID = "probe0001"
 _LONG_ID = "call_00000000-0000-0000-0000-000000000001"
 _OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
+_PRINTED_NULL = re.compile("None|null")
 _RAW_PART = re.compile("""['"]type['"]: ?['"](text|image)['"]""")
 """The way in which a template prints parts that it does not read."""
 
@@ -53,8 +55,8 @@ class MessageForm:
         has_text_arguments: True if the arguments of calls are JSON as text, not an object.
         no_content: the content of a message that only calls tools: null, missing or an empty one.
         splits_calls: True if calls beside a text are lost, so they become a message of their own.
-        takes_one_call: True if a message with several calls is refused, so each is put before its
-            result.
+        takes_one_call: True if a message with several calls is refused, or loses some, so each is
+            put before its result.
         has_short_ids: True if the ids of calls must be nine letters or digits.
         knows_developer: True if the role `developer` is named, and its messages are shown.
         lists: the roles whose content must be a list of parts.
@@ -294,17 +296,14 @@ def _probed(
 
     lists = {role for role in ("system", "user", "assistant") if is_list(role)}
     user = {"role": "user", "content": _parts("ask") if "user" in lists else "ask"}
-    none = (shown(user) or "").count("None")
 
-    def rating(form: tuple[bool, Mapping[str, object]]) -> tuple[int, ...]:
+    def rating(form: tuple[bool, Mapping[str, object]]) -> tuple[tuple[int, ...], ...]:
         """How well the template takes calls in a form, with a result behind them and without."""
         call = _call(form[1], has_text_arguments=form[0])
         return tuple(
-            0 if text is None
-            else 1 if text.count("None") > none
-            else 3 if _shows_call(text) else 2
+            (text is not None, _shows_call(text), -len(_PRINTED_NULL.findall(text or "")))
             for text in (shown(user, call, _RESULT, tools=[_TOOL]), shown(user, call))
-        )  # fmt: skip
+        )
 
     has_text, no_content = max(product((False, True), _NO_CONTENT), key=rating)  # the first best
     call = _call(no_content, has_text_arguments=has_text)
@@ -312,10 +311,9 @@ def _probed(
     words = _parts(_WORDS) if "assistant" in lists else _WORDS
     said = {"role": "assistant", "content": words}
     [one] = call["tool_calls"]
-    long, two = (
-        {**call, "tool_calls": [{**one, "id": _LONG_ID}]},
-        {**call, "tool_calls": [one, one]},
-    )
+    [other] = _call(no_content, _OTHER, has_text_arguments=has_text)["tool_calls"]
+    long = {**call, "tool_calls": [{**one, "id": _LONG_ID}]}
+    both = shown(user, {**call, "tool_calls": [one, other]}, _RESULT, _RESULT, tools=[_TOOL])
 
     def takes(*messages: Message, tool: Message = _TOOL) -> bool:
         return shown(user, *messages, tools=[tool]) is not None
@@ -331,7 +329,7 @@ def _probed(
         has_text_arguments=has_text,
         no_content=no_content,
         splits_calls=shows(call) and not shows({**call, "content": words}) and shows(said, call),
-        takes_one_call=shows(call) and not shows(two, _RESULT),
+        takes_one_call=shows(call) and not (_shows_call(both) and _OTHER in (both or "")),
         has_short_ids=takes(call, _RESULT)
         and not takes(long, {**_RESULT, "tool_call_id": _LONG_ID}),
         knows_developer=mentions_developer
@@ -375,8 +373,10 @@ _BEFORE, _BEHIND = "probe before", "probe behind"
 _PAIR = [*_parts(_BEFORE), {"type": "image"}, *_parts(_BEHIND)]
 
 
-def _call(content: Mapping[str, object], *, has_text_arguments: bool) -> dict[str, Any]:
-    arguments: object = {_KEY: _VALUE}
+def _call(
+    content: Mapping[str, object], value: str = _VALUE, *, has_text_arguments: bool
+) -> dict[str, Any]:
+    arguments: object = {_KEY: value}
     if has_text_arguments:
         arguments = json.dumps(arguments)
     function = {"name": "probe_tool", "arguments": arguments}

@@ -4,6 +4,7 @@ They go the way of the server: the fields of a request are read, and the codec r
 """
 
 import json
+from pathlib import Path
 
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -16,21 +17,10 @@ from model.serve.protocol import ChatRequest
 IMAGE = "data:image/png;base64,aW1hZ2U="  # no template looks into it
 ASK = {"role": "user", "content": "How warm is it in Oslo?"}
 THANKS = {"role": "user", "content": "Thanks. And tomorrow?"}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": about,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "its name"}},
-                "required": ["city"],
-            },
-        },
-    }
-    for name, about in (("weather", "Say how warm it is."), ("note", "Write a note."))
-]
+CITY = {"type": "string", "description": "its name"}
+PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+WEATHER = {"name": "weather", "description": "Say how warm it is.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": WEATHER}]
 
 
 def call(number, name="weather", **arguments):
@@ -118,3 +108,17 @@ def prompts_of(template):
         except ValueError as error:
             made[name] = f"REFUSED {error}"
     return made
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+STORED = TEMPLATES / "prompts.json"
+
+
+def templates():
+    """The text of each template, by its name."""
+    return {path.stem: path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))}
+
+
+if __name__ == "__main__":  # stores the prompts, which then have to be read
+    made = {name: prompts_of(text) for name, text in templates().items()}
+    STORED.write_text(json.dumps(made, ensure_ascii=False, indent=1) + "\n")
