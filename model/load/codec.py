@@ -250,8 +250,9 @@ class HuggingFaceCodec:
         if not isinstance(text, str):
             return None
         if text not in self._templates:
+            lacking = dict.fromkeys(self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES, "")
             special = cast("Mapping[str, object]", self._tokenizer.special_tokens_map)
-            self._templates[text] = ChatTemplate(text, dict(special))
+            self._templates[text] = ChatTemplate(text, {**lacking, **special})
         return self._templates[text]
 
     def check_template(self, given: str | None) -> None:

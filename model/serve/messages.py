@@ -61,7 +61,7 @@ class ContentBlock(Lenient):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     source: ImageSource | None = None
-    content: Text | Many[TextBlock] | None = None
+    content: Text | Many[ContentBlock] | None = None
 
     @property
     def image_url(self) -> str:
@@ -92,7 +92,7 @@ class Turn(Lenient):
         is_said = not self.content
         for number, block in enumerate(self.content):
             if block.type == "tool_result":
-                output = _joined(block.content or "")
+                output = _content(block.content or "")
                 told.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": output})
                 continue
             is_said = True
@@ -103,7 +103,7 @@ class Turn(Lenient):
                     block.id, block.name, quoted(block.input or {}), f"{place}.content.{number}"
                 )
                 said.setdefault("tool_calls", []).append(made)
-        said["content"] = content_of((block.text, block.image_url) for block in self.content)
+        said["content"] = _content(self.content)
         return [*told, said] if is_said else told
 
 
@@ -225,6 +225,12 @@ class TokenCount(BaseModel):
     """The answer of `/v1/messages/count_tokens`."""
 
     input_tokens: int
+
+
+def _content(blocks: str | Sequence[ContentBlock]) -> str | list[dict[str, object]]:
+    if isinstance(blocks, str):
+        return blocks
+    return content_of((block.text, block.image_url) for block in blocks)
 
 
 def _joined(texts: str | Sequence[TextBlock]) -> str:

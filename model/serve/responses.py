@@ -165,7 +165,7 @@ class ResponsesRequest(OtherRequest):
         for place, item in enumerate(self.input):
             text = _joined(item.content or "")
             if item.type == "function_call_output":
-                output = _joined(item.output)
+                output = _content(item.output)
                 told.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
             elif item.type == "message" and item.role != "assistant":
                 told.append({"role": item.role, "content": _content(item.content or "")})
