@@ -63,6 +63,7 @@ class Replica:
         try:
             with importing():
                 start = import_module("model.cli.start")
+            options.serve.check_template()  # before the weights are read
             engine: EngineCore = start.make_engine(
                 options.model, options.engine, print, expects_grammars=True
             )

@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -31,6 +31,11 @@ from model.load.checkpoint import reason
 Message = Mapping[str, Any]
 """A message of a conversation as OpenAI has it: its `role`, its `content`: a text, a list of parts,
 or None; its `tool_calls`, whose arguments are JSON as text, or an object."""
+
+_NO_TOKENS = dict.fromkeys(
+    (f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")), ""
+)
+"""The special tokens that a tokenizer may lack, which templates join with texts."""
 
 _MOST_TRIED = 16  # options that are left out one by one, to find the one that is refused
 _NO_CONTENT: tuple[dict[str, object], ...] = (
@@ -86,11 +91,11 @@ class ChatTemplate:
 
     Args:
         text: in Jinja.
-        variables: further ones that it reads, such as the special tokens of a tokenizer.
+        variables: the special tokens of a tokenizer, such as `bos_token`.
     """
 
     text: str
-    variables: dict[str, Any]
+    variables: Mapping[str, object] = field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse a template that no conversation passes. O(template).
@@ -149,8 +154,8 @@ class ChatTemplate:
             shaped += self._shaped(messages, image_mark)
             return self._rendered(shaped, always | given)
         except Exception as error:  # a template may raise any error
-            field = self._refused(shaped, always, given)
-            wanted = f"{field}: wanted {'messages' if field == 'messages' else 'a value'} that the "
+            name = self._refused(shaped, always, given)
+            wanted = f"{name}: wanted {'messages' if name == 'messages' else 'a value'} that the "
             told = str(error) if type(error) is TemplateError else reason(error)
             raise InvalidArgumentError(f"{wanted}model's chat template accepts: {told}") from error
 
@@ -176,7 +181,7 @@ class ChatTemplate:
         rendered: Any = render_jinja_template(
             conversations=[list(messages)],  # type: ignore[arg-type]  # it takes any mappings
             chat_template=self.text,
-            **{"add_generation_prompt": True, **self.variables, **options},
+            **{"add_generation_prompt": True, **_NO_TOKENS, **self.variables, **options},
         )
         return str(rendered[0][0])
 

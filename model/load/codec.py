@@ -97,11 +97,8 @@ class TextCodec(Protocol):
         """Text of tokens."""
         ...
 
-    def check_template(self, given: str | None) -> None:
-        """Refuse a chat template that no conversation passes. O(template).
-
-        Args:
-            given: in place of the tokenizer's.
+    def check_template(self) -> None:
+        """Refuse a chat template of the tokenizer that no conversation passes. O(template).
 
         Raises:
             InvalidArgumentError: it is broken; the message is the template's error.
@@ -250,15 +247,14 @@ class HuggingFaceCodec:
         if not isinstance(text, str):
             return None
         if text not in self._templates:
-            lacking = dict.fromkeys(self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES, "")
             special = cast("Mapping[str, object]", self._tokenizer.special_tokens_map)
-            self._templates[text] = ChatTemplate(text, {**lacking, **special})
+            self._templates[text] = ChatTemplate(text, dict(special))
         return self._templates[text]
 
-    def check_template(self, given: str | None) -> None:
+    def check_template(self) -> None:
         """As `TextCodec`."""
         for tools in (False, True):
-            template = self._template(given, tools)
+            template = self._template(None, tools)
             if template is not None:
                 template.check()
 

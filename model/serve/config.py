@@ -203,15 +203,22 @@ class ServeConfig:
         found: dict[str, object] = loaded.sampling_defaults(model.network)
         return plain | found
 
-    def check_template(self, codec: "TextCodec") -> None:
+    def check_template(self, codec: "TextCodec | None" = None) -> None:
         """Refuse a chat template that no conversation passes. O(template).
 
+        Args:
+            codec: of the model; None: it is not loaded yet, and its own template not checked.
+
         Raises:
-            UsageError: the one that is given is broken.
-            ModelNotFoundError: the model's own is.
+            UsageError: the template that is given is broken.
+            ModelNotFoundError: the model's own is, and none is given.
         """
+        loaded = import_module("model.load.chat_template")  # Transformers is there with an engine
         try:
-            codec.check_template(self.chat_template)
+            if self.chat_template is not None:
+                loaded.ChatTemplate(self.chat_template).check()
+            elif codec is not None:
+                codec.check_template()
         except InvalidArgumentError as error:
             if self.chat_template is not None:
                 raise UsageError(f"--chat-template: the template is broken: {error}") from error

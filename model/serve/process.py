@@ -72,6 +72,7 @@ def serve(options: ServeOptions, listener: socket.socket, has_torch: Event) -> i
             has_torch.set()
             start = import_module("model.cli.start")  # and Transformers
             import_module("model.serve.reading")
+        options.serve.check_template()  # before the weights are read
         made: EngineCore = start.make_engine(
             options.model, options.engine, say, expects_grammars=True
         )

@@ -348,7 +348,7 @@ BROKEN = {
 def test_a_broken_template_is_refused_at_start_in_one_line(text):
     own = codec_of(text)
     with pytest.raises(UsageError, match=f"^--chat-template: .*{BROKEN[text]}") as given:
-        ServeConfig(chat_template=text).check_template(codec_of(None))
+        ServeConfig(chat_template=text).check_template()
     with pytest.raises(ModelNotFoundError, match=f"^model: its chat.*{BROKEN[text]}.*--chat-temp"):
         ServeConfig().check_template(own)
     with pytest.raises(ModelNotFoundError):
