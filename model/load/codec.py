@@ -132,6 +132,20 @@ def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: s
     return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
+def _end_of(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages that decide how a prompt ends: a long conversation is not rendered for that.
+
+    They are those of the system, the last one of the user, and those from the last answer to it on.
+    """
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
+        return messages
+    asked = len(roles) - 1 - roles[::-1].index("user")
+    answers = [place for place in range(asked + 1, len(roles)) if roles[place] == "assistant"]
+    system = [one for one in messages[:asked] if one["role"] in {"system", "developer"}]
+    return [*system, messages[asked], *messages[answers[-1] if answers else asked + 1 :]]
+
+
 class _NoPanic:
     """Turns a panic of the tokenizers library's Rust code into an `Exception`."""
 
@@ -221,20 +235,26 @@ class HuggingFaceCodec:
     ) -> str:
         """As `TextCodec`."""
         others = dict(options or {})
-        whole, _ = self.render_chat(messages, opens_answer=opens_answer, options=others)
-        goes_on = others.pop("continue_final_message", False)
+        goes_on = bool(others.get("continue_final_message"))
         if not (opens_answer or goes_on):
             return ""
-        closed = messages[:-1] if goes_on else messages
+        end = _end_of(messages)
+        try:
+            whole, _ = self.render_chat(end, opens_answer=opens_answer, options=others)
+        except InvalidArgumentError:  # messages that are left out are wanted
+            end = messages
+            whole, _ = self.render_chat(end, opens_answer=opens_answer, options=others)
+        closed = end[:-1] if goes_on else end
         if not closed:
             return whole
+        others.pop("continue_final_message", None)
         try:
             before, _ = self.render_chat(closed, opens_answer=False, options=others)
         except InvalidArgumentError:  # it takes no conversation that ends here
             before = whole
         lengths = range(1, 1 + min(len(whole), len(before)))
         begun = whole[bisect_left(lengths, 1, key=lambda k: int(whole[:k] != before[:k])) :]
-        last = messages[-1].get("content")
+        last = end[-1].get("content")
         if not begun and isinstance(last, str) and last.strip() in whole:
             begun = whole[whole.rindex(last.strip()) + len(last.strip()) :]  # always opened
         return begun

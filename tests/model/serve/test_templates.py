@@ -332,6 +332,19 @@ def test_an_answer_that_goes_on_begins_with_its_message(codecs):
     assert codec_of(None).begun_answer(said) == "assistant:"
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_end_of_a_prompt_does_not_depend_on_earlier_turns(codecs, name):
+    """So a long conversation is not rendered twice."""
+    said = [ASK, {"role": "assistant", "content": "It is cold."}] * 3
+    for end in ([ASK], [ASK, calls(call(1, city="Oslo")), result(1, "-3")]):
+        try:
+            wanted = codecs[name].begun_answer(end)
+        except InvalidArgumentError:  # no tools
+            continue
+        assert codecs[name].begun_answer([*said, *end]) == wanted
+        assert prompt_of(codecs[name], [*said, *end]).endswith(wanted)
+
+
 # Templates that are broken, and what they refuse.
 
 BROKEN = {
