@@ -199,13 +199,13 @@ async def converse(
     return with_warning(response, body)
 
 
-def _reading_form(service: Service, body: ChatRequest, begun: Sequence[int]) -> ReadingForm:
-    """How the answer of a request is read, of which the prompt has the beginning."""
+def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) -> ReadingForm:
+    """How the answer of a request is read."""
     if body.must_call:
-        return service.reading.demanded(begun, body.chosen)
+        return service.reading.demanded(prompt, body.chosen)
     is_guided = body.grammar_field != ""
     if not body.may_call:
-        return service.reading.free(begun, is_guided=is_guided)
+        return service.reading.free(prompt, is_guided=is_guided)
     if not service.reading.knows_calls:
         raise ApiError(
             400,
@@ -215,7 +215,7 @@ def _reading_form(service: Service, body: ChatRequest, begun: Sequence[int]) -> 
         )
     tools: list[dict[str, object]] = [tool.model_dump() for tool in body.tools or ()]
     most_calls = 1 if body.parallel_tool_calls is False else None
-    return service.reading.free(begun, tools, most_calls, is_guided=is_guided)
+    return service.reading.free(prompt, tools, most_calls, is_guided=is_guided)
 
 
 def chat(service: Service) -> APIRouter:
