@@ -177,12 +177,12 @@ class HuggingFaceCodec:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, model_type: str, max_positions: int | None
     ) -> None:
+        self._templates: dict[str, ChatTemplate] = {}  # by their text
         self._tokenizer = tokenizer
         self.model_type = model_type
         self.response_template: Mapping[str, object] | None = getattr(
             tokenizer, "response_template", None
         )
-        self._templates: dict[str, ChatTemplate] = {}  # by their text
         self._max_characters: int | None = None
         if max_positions is not None:
             self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
