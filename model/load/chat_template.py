@@ -260,6 +260,21 @@ class ChatTemplate:
         return {**tool, "function": function}
 
 
+def messages_at_end(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages that decide how a prompt ends. O(messages).
+
+    They are those of the system, the last one of the user, and those from the last answer to it on:
+    a long conversation is not rendered in order to learn its end.
+    """
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
+        return messages
+    asked = len(roles) - 1 - roles[::-1].index("user")
+    answers = [place for place in range(asked + 1, len(roles)) if roles[place] == "assistant"]
+    system = [one for one in messages[:asked] if one["role"] in {"system", "developer"}]
+    return [*system, messages[asked], *messages[answers[-1] if answers else asked + 1 :]]
+
+
 def _one_by_one(messages: Sequence[Message]) -> Iterator[Message]:
     """Messages, of which those with several calls are cut into one for each, before its result."""
     place = 0

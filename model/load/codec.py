@@ -18,7 +18,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from model.errors import InvalidArgumentError
-from model.load.chat_template import ChatTemplate, Message
+from model.load.chat_template import ChatTemplate, Message, messages_at_end
 from model.load.checkpoint import reason
 from model.load.text import Step
 
@@ -132,20 +132,6 @@ def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: s
     return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
-def _end_of(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages that decide how a prompt ends: a long conversation is not rendered for that.
-
-    They are those of the system, the last one of the user, and those from the last answer to it on.
-    """
-    roles = [message["role"] for message in messages]
-    if "user" not in roles:
-        return messages
-    asked = len(roles) - 1 - roles[::-1].index("user")
-    answers = [place for place in range(asked + 1, len(roles)) if roles[place] == "assistant"]
-    system = [one for one in messages[:asked] if one["role"] in {"system", "developer"}]
-    return [*system, messages[asked], *messages[answers[-1] if answers else asked + 1 :]]
-
-
 class _NoPanic:
     """Turns a panic of the tokenizers library's Rust code into an `Exception`."""
 
@@ -238,7 +224,7 @@ class HuggingFaceCodec:
         goes_on = bool(others.get("continue_final_message"))
         if not (opens_answer or goes_on):
             return ""
-        end = _end_of(messages)
+        end = messages_at_end(messages)
         try:
             whole, _ = self.render_chat(end, opens_answer=opens_answer, options=others)
         except InvalidArgumentError:  # messages that are left out are wanted

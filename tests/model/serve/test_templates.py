@@ -264,7 +264,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.mark.parametrize(
     ("name", "choice"),
-    [("mistral-nemo", "required"), ("deepseek-r1", NAMED), ("functionary-v3.2", "required"),
+    [("mistral-nemo", "required"), ("deepseek-v3", NAMED), ("functionary-v3.2", "required"),
      ("llama-3.1", NAMED)],
 )  # fmt: skip
 def test_a_call_of_the_server_sent_back_is_in_the_next_prompt(make_engine, name, choice):
