@@ -163,16 +163,17 @@ class ChatTemplate:
         self, messages: Sequence[Message], always: dict[str, Any], given: dict[str, Any]
     ) -> str:
         """Return the given option without which the messages pass, or `messages` without one."""
+        end = messages_at_end(messages)  # a long conversation is not rendered again and again
 
         def passes(names: Sequence[str]) -> bool:
             try:
-                self._rendered(messages, always | {name: given[name] for name in names})
+                self._rendered(end, always | {name: given[name] for name in names})
             except Exception:  # noqa: BLE001  # a template may raise any error
                 return False
             return True
 
         tried = list(given)[:_MOST_TRIED]
-        if not tried or not passes(()):
+        if passes(list(given)) or not passes(()):
             return "messages"
         alone = (name for name in tried if passes([other for other in given if other != name]))
         return next(alone, tried[-1])

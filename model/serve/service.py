@@ -194,8 +194,9 @@ class Service:
             return await asyncio.to_thread(encoded)
         except InvalidArgumentError as error:
             own = options.chat_template_kwargs or {}
-            names = {name: f"chat_template_kwargs.{name}" for name in own}
-            raise api_error(error, {"prompt": "messages", **names}) from error
+            names = {"prompt": "messages", "enable_thinking": "reasoning_effort"}
+            names |= {name: f"chat_template_kwargs.{name}" for name in own}
+            raise api_error(error, names) from error
 
     async def begun_answer(
         self, messages: Sequence[Message], options: ConversationOptions

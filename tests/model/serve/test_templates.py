@@ -17,6 +17,7 @@ from model.serve.protocol import ChatRequest
 from model.serve.responses import ResponsesRequest
 from model.serve.tools import call_ids
 from tests.hang import HANG_S
+from tests.model.serve.calls import guide
 from tests.model.serve.conftest import Served
 from tests.model.serve.histories import (
     ASK,
@@ -170,6 +171,19 @@ def test_a_result_has_the_name_of_its_function(codecs):
     assert "result for other: ok" in prompt_of(codecs["functiongemma"], said)
 
 
+def test_messages_as_transformers_has_them_are_taken_too(codecs):
+    """As `LLM.chat` passes them on: without a content or an id, with arguments as an object."""
+    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    said = [ASK, {"role": "assistant", "tool_calls": [{"function": function}]},
+            {"role": "tool", "content": "-3"}]  # fmt: skip
+    for name in ("qwen2.5", "deepseek-v3", "glm-4.5", "functionary-v3.2"):
+        wanted = prompt_of(codecs[name], ONE_CALL)
+        assert codecs[name].render_chat(said) == (wanted, False)
+    said[1]["tool_calls"][0]["function"]["arguments"] = '{"city": '
+    with pytest.raises(InvalidArgumentError, match=r"^messages: .*chat template accepts: "):
+        codecs["qwen2.5"].render_chat(said)
+
+
 def test_reasoning_of_an_earlier_answer_has_either_name(codecs):
     for field in ("reasoning_content", "reasoning"):
         said = [ASK, calls(call(1, city="Oslo"), **{field: "Which tool?"}), result(1, "-3")]
@@ -296,6 +310,57 @@ def test_a_call_of_the_server_sent_back_is_in_the_next_prompt(make_engine, name,
     assert prompt.replace(" ", "") == re.sub("</?s>| ", "", stored)
 
 
+ANSWERS = {
+    "call": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "parallel": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bergen"}}\n</tool_call>',
+    "text_and_call": "I look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "reasoning": "<think>\nWhich tool?\n</think>\n\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+}
+"""What a model writes of its own accord, by the history that it leads to."""
+
+
+@pytest.fixture(scope="module")
+def qwen3(make_engine):
+    config = ServeConfig(port=0, served_model_name="tiny", chat_template=TEXTS["qwen3"])
+    with Served(AsyncEngine(make_engine), config) as running:
+        yield running
+
+
+@pytest.mark.parametrize("history", ANSWERS)
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_free_answer_sent_back_makes_the_stored_prompt(qwen3, history, streams):
+    """Calls, text and reasoning come back as they were written."""
+    with (
+        openai.OpenAI(base_url=f"{qwen3.url}/v1", api_key="none", max_retries=0) as client,
+        httpx.Client(base_url=qwen3.url, timeout=HANG_S) as http,
+    ):
+        asked = {
+            "model": "tiny", "messages": [ASK], "tools": TOOLS, "max_tokens": 200,
+            "temperature": 0, "extra_body": guide(ANSWERS[history]),
+        }  # fmt: skip
+        if streams:
+            with client.chat.completions.stream(**asked) as stream:
+                answer = stream.get_final_completion()
+        else:
+            answer = client.chat.completions.create(**asked)
+        message = answer.choices[0].message.to_dict()
+        pairs = zip(message["tool_calls"], ("-3", "4"), strict=False)
+        found = [
+            {"role": "tool", "tool_call_id": made["id"], "content": text} for made, text in pairs
+        ]
+        body = {"messages": [ASK, message, *found], "tools": TOOLS}
+        tokens = http.post("/tokenize", json=body).json()["tokens"]
+        prompt = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    marks = "<|im_start|>", "<|im_end|>"
+    stored = PROMPTS["qwen3"][history]
+    for mark in marks:  # special tokens of the tiny model
+        stored = stored.replace(mark, "")
+    assert prompt.replace(marks[0], "").replace(marks[1], "") == stored
+
+
 # The end of a prompt, with which reading its answer starts.
 
 DEEPSEEK = "<\uff5cAssistant\uff5c>"
@@ -395,6 +460,8 @@ def test_a_refusal_of_the_template_is_told_in_its_words(codecs):
 STRICT = """\
 {%- if enable_thinking is defined and enable_thinking is not boolean %}
 {{- raise_exception('enable_thinking is true or false') }}{% endif %}
+{%- if messages[0].content == 'think' and not (enable_thinking | default(true)) %}
+{{- raise_exception('there is always a thought') }}{% endif %}
 {%- if reasoning_effort is defined and reasoning_effort == 'none' %}
 {{- raise_exception('no such effort') }}{% endif %}
 {%- if messages[0].content == 'bad' %}{{ raise_exception('a bad message') }}{% endif %}
@@ -414,6 +481,7 @@ def strict(make_engine):
 
 
 BAD = {"type": "function", "function": {"name": "bad"}}
+LONG = [ASK, {"role": "assistant", "content": "It is cold."}] * 9 + [ASK]
 
 
 @pytest.mark.parametrize(
@@ -431,7 +499,11 @@ BAD = {"type": "function", "function": {"name": "bad"}}
         ({"chat_template_kwargs": {"conversations": []}},
          "chat_template_kwargs.conversations", "multiple values"),
         ({"reasoning_effort": "none"}, "reasoning_effort", "no such effort"),
+        ({"reasoning_effort": "none", "messages": [{"role": "user", "content": "think"}]},
+         "reasoning_effort", "always a thought"),
         ({"tools": [BAD]}, "tools", "a bad tool"),
+        ({"messages": LONG, "tools": [BAD], "chat_template_kwargs": {"x": 1}},
+         "tools", "a bad tool"),
         ({"messages": [{"role": "user", "content": "bad"}]}, "messages", "a bad message"),
         ({"messages": [{"role": "user", "content": "bad"}],
           "chat_template_kwargs": {"enable_thinking": "yes"}}, "messages", "true or false"),
