@@ -188,7 +188,7 @@ class ChatTemplate:
 
     @cached_property
     def form(self) -> MessageForm:
-        """The form of messages that it reads. O(template), once."""
+        """The form of messages that the template reads. O(template), once."""
         return _probed(self._rendered, mentions_developer="developer" in self.text)
 
     def _shaped(self, messages: Sequence[Message], image_mark: str) -> Iterator[dict[str, Any]]:
@@ -216,10 +216,10 @@ class ChatTemplate:
                 yield {**made, "content": content}
 
     def _content(self, role: str, content: object, image_mark: str) -> str | list[dict[str, Any]]:
-        """A content as the template reads it in a message of the role."""
+        """Return a content as the template reads it in a message of the role."""
         form, text = self.form, content or ""
         if isinstance(content, list):
-            has_images = any(part["type"] == "image" for part in content)
+            has_images = any(part.get("type") == "image" for part in content)
             if has_images and role in form.images:
                 return content
             image = next(filter(None, form.images.values()), image_mark)
@@ -240,14 +240,14 @@ class ChatTemplate:
         return made
 
     def _id(self, call_id: str) -> str:
-        """The id of a call, as the template takes it: the same for the same."""
+        """Return the id of a call as the template takes it: the same one for the same."""
         is_short = len(call_id) == len(_ID) and call_id.isascii() and call_id.isalnum()
         if is_short or not self.form.has_short_ids:
             return call_id
         return hashlib.sha256(call_id.encode()).hexdigest()[: len(_ID)]
 
     def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        """A tool with what the template cannot do without."""
+        """Return a tool with what the template cannot do without."""
         form, function = self.form, dict(tool["function"])
         if form.completes_tools:
             function = {"description": "", "parameters": _OBJECT, **function}
@@ -277,7 +277,7 @@ def messages_at_end(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _one_by_one(messages: Sequence[Message]) -> Iterator[Message]:
-    """Messages, of which those with several calls are cut into one for each, before its result."""
+    """Cut messages with several calls into one for each call, and put it before its result."""
     place = 0
     while place < len(messages):
         message = messages[place]
@@ -304,14 +304,14 @@ def _probed(
     """Return the form of messages that a template reads. O(template)."""
 
     def shown(*messages: Message, tools: Sequence[Message] | None = None) -> str | None:
-        """The text of a conversation; None: the template fails."""
+        """Return the text of a conversation, or None if the template fails."""
         try:
             return render(messages, {} if tools is None else {"tools": list(tools)})
         except Exception:  # noqa: BLE001  # a template may raise any error
             return None
 
     def is_list(role: str, call: Message | None = None) -> bool:
-        """True if the template shows a text of the role in a list of parts alone."""
+        """Return True if the template shows a text of the role in a list of parts alone."""
         plain, parts = (shown(*_said(role, what, call)) for what in (_WORDS, _parts(_WORDS)))
         return _WORDS not in (plain or "") and _WORDS in _read(parts)
 
@@ -319,7 +319,7 @@ def _probed(
     user = {"role": "user", "content": _parts("ask") if "user" in lists else "ask"}
 
     def rating(form: tuple[bool, Mapping[str, object]]) -> tuple[tuple[int, ...], ...]:
-        """How well the template takes calls in a form, with a result behind them and without."""
+        """Return how well the template takes calls in a form, with a result and without one."""
         call = _call(form[1], has_text_arguments=form[0])
         return tuple(
             (text is not None, _shows_call(text), -len(_PRINTED_NULL.findall(text or "")))
@@ -406,7 +406,7 @@ def _call(
 
 
 def _said(role: str, content: object, call: Message | None = None) -> list[Message]:
-    """A conversation in which a role says this, and the user something of the same kind."""
+    """Return a conversation in which a role says this, and the user a content of its kind."""
     user = {"role": "user", "content": "ask" if isinstance(content, str) else _parts("ask")}
     message = {"role": role, "content": content}
     match role:
@@ -420,19 +420,19 @@ def _said(role: str, content: object, call: Message | None = None) -> list[Messa
 
 
 def _shows_call(text: str | None) -> bool:
-    """True if a text has the arguments of the call, neither as Python writes them nor quoted."""
+    """Return True if a text has the arguments, neither as Python writes them nor quoted."""
     if text is None or _KEY not in text or _VALUE not in text:
         return False
     return f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text
 
 
 def _read(text: str | None) -> str:
-    """A text, unless it has parts as they came."""
+    """Return a text, or an empty one if it has parts as they came."""
     return "" if text is None or _RAW_PART.search(text) else text
 
 
 def _images(texts: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What stands for an image, as `MessageForm` has it.
+    """Return the roles that take images, and what stands for one, as `MessageForm` has them.
 
     Args:
         texts: of `_PAIR` for each role, with the image and without; empty: the template fails.

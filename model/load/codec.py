@@ -246,7 +246,7 @@ class HuggingFaceCodec:
         return begun
 
     def _template(self, given: object, tools: object) -> ChatTemplate | None:
-        """The template that is given, else the tokenizer's: it may have another one for tools."""
+        """Return the template that is given, else the tokenizer's, which may have one for tools."""
         text = given or self._tokenizer.chat_template
         if isinstance(text, dict):
             text = text.get("tool_use") if tools and "tool_use" in text else text.get("default")
