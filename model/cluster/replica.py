@@ -68,7 +68,7 @@ class Replica:
                 options.model, options.engine, print, expects_grammars=True
             )
             options.serve.sampling_defaults(engine)  # refused now or never
-            options.serve.check_template(engine.model.codec)  # likewise
+            options.serve.check_template(engine)  # likewise
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(

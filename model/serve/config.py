@@ -20,7 +20,6 @@ from model.pace import STREAM_SHARE
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
-    from model.load.codec import TextCodec
 
 _API_KEY = "KVCORE_API_KEY"
 _KEY = re.compile(r"[!-~]+")
@@ -203,11 +202,11 @@ class ServeConfig:
         found: dict[str, object] = loaded.sampling_defaults(model.network)
         return plain | found
 
-    def check_template(self, codec: "TextCodec | None" = None) -> None:
+    def check_template(self, engine: "EngineCore | None" = None) -> None:
         """Refuse a chat template that no conversation passes. O(template).
 
         Args:
-            codec: of the model; None: it is not loaded yet, and its own template not checked.
+            engine: of the model; None: it is not loaded yet, and its own template not checked.
 
         Raises:
             UsageError: the template that is given is broken.
@@ -217,8 +216,8 @@ class ServeConfig:
         try:
             if self.chat_template is not None:
                 loaded.ChatTemplate(self.chat_template).check()
-            elif codec is not None:
-                codec.check_template()
+            elif engine is not None:
+                engine.model.codec.check_template()
         except InvalidArgumentError as error:
             if self.chat_template is not None:
                 raise UsageError(f"--chat-template: the template is broken: {error}") from error

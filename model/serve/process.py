@@ -77,7 +77,7 @@ def serve(options: ServeOptions, listener: socket.socket, has_torch: Event) -> i
             options.model, options.engine, say, expects_grammars=True
         )
         options.serve.sampling_defaults(made)  # refused now or never
-        options.serve.check_template(made.model.codec)  # likewise
+        options.serve.check_template(made)  # likewise
         return made
 
     engine = AsyncEngine(

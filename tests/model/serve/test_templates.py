@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -422,16 +423,22 @@ BROKEN = {
 }
 
 
+def engine_of(codec):
+    """What the check looks at of an engine."""
+    return SimpleNamespace(model=SimpleNamespace(codec=codec))
+
+
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_template_is_refused_at_start_in_one_line(text):
     own = codec_of(text)
     with pytest.raises(UsageError, match=f"^--chat-template: .*{BROKEN[text]}") as given:
         ServeConfig(chat_template=text).check_template()
     with pytest.raises(ModelNotFoundError, match=f"^model: its chat.*{BROKEN[text]}.*--chat-temp"):
-        ServeConfig().check_template(own)
+        ServeConfig().check_template(engine_of(own))
+    several = codec_of({"default": TEXTS["qwen3"], "tool_use": text})
     with pytest.raises(ModelNotFoundError):
-        ServeConfig().check_template(codec_of({"default": TEXTS["qwen3"], "tool_use": text}))
-    ServeConfig(chat_template=TEXTS["qwen3"]).check_template(own)
+        ServeConfig().check_template(engine_of(several))
+    ServeConfig(chat_template=TEXTS["qwen3"]).check_template(engine_of(own))
     assert "\n" not in str(given.value)
 
 
@@ -441,7 +448,7 @@ def test_a_template_that_takes_some_conversation_starts():
         {"default": TEXTS["qwen2.5"], "tool_use": TEXTS["hermes-3"]},
         "{% if messages[0].role != 'system' %}{{ 1 / 0 }}{% endif %}",
     ]:  # fmt: skip
-        ServeConfig().check_template(codec_of(text))
+        ServeConfig().check_template(engine_of(codec_of(text)))
 
 
 def test_a_model_with_a_template_for_tools_uses_it_with_tools_alone():
