@@ -63,10 +63,12 @@ class Replica:
         try:
             with importing():
                 start = import_module("model.cli.start")
+            options.serve.check_template()  # before the weights are read
             engine: EngineCore = start.make_engine(
                 options.model, options.engine, print, expects_grammars=True
             )
             options.serve.sampling_defaults(engine)  # refused now or never
+            options.serve.check_template(engine)  # likewise
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(

@@ -8,10 +8,11 @@ Does not know: where a tokenizer is found (`loader.py`), images, requests.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cache, partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -19,14 +20,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from model.errors import InvalidArgumentError
+from model.load.chat_template import ChatTemplate, Message, messages_at_end
 from model.load.checkpoint import reason
 from model.load.text import Step
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A piece that stands for one byte."""
-
-Message = Mapping[str, object]
-"""A message of a conversation: its `role`, and its `content`: a text, or a list of parts."""
 
 
 class TextCodec(Protocol):
@@ -82,12 +81,34 @@ class TextCodec(Protocol):
         """
         ...
 
+    def begun_answer(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the end of a conversation's text that belongs to the answer. O(its text).
+
+        That is what follows the last message, or with `continue_final_message` the last message.
+        Reading starts with it, for it may open the reasoning; texts of users are not in it.
+        """
+        ...
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
         ...
 
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes of a token that may be a part of a character; None: they are unknown."""
+        ...
+
+    def check_template(self) -> None:
+        """Refuse a chat template of the tokenizer that no conversation passes. O(template).
+
+        Raises:
+            InvalidArgumentError: it is broken; the message is the template's error.
+        """
         ...
 
     def describe(self) -> str | None:
@@ -110,10 +131,10 @@ def plain_chat(messages: Sequence[Message], *, opens_answer: bool, image_mark: s
 
     def said(content: object) -> str:
         if not isinstance(content, list):
-            return str(content)
+            return str(content or "")
         return "".join(part.get("text", image_mark) for part in content)
 
-    lines = [f"{message['role']}: {said(message['content'])}\n" for message in messages]
+    lines = [f"{message['role']}: {said(message.get('content'))}\n" for message in messages]
     return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
@@ -142,12 +163,6 @@ class _NoPanic:
 NO_PANIC = _NoPanic()
 
 
-def _role(message: Message, template: object) -> dict[str, object]:
-    """Return the role of a message, where it is another one: few templates know developers."""
-    is_unknown = message["role"] == "developer" and "developer" not in str(template)
-    return {"role": "system"} if is_unknown else {}
-
-
 class HuggingFaceCodec:
     """A tokenizer of Transformers.
 
@@ -161,6 +176,7 @@ class HuggingFaceCodec:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, model_type: str, max_positions: int | None
     ) -> None:
+        self._templates: dict[str, ChatTemplate] = {}  # by their text
         self._tokenizer = tokenizer
         self.model_type = model_type
         self._max_characters: int | None = None
@@ -199,28 +215,72 @@ class HuggingFaceCodec:
         options: Mapping[str, object] | None = None,
         image_mark: str = "",
     ) -> tuple[str, bool]:
-        """Return the text of a conversation, and True if it needs special tokens at its start."""
-        options = options or {}
-        template = options.get("chat_template", self._tokenizer.chat_template)
-        if template is None:
-            if options.get("tools"):
-                raise InvalidArgumentError(
-                    "tools: wanted a model with a chat template, which this one lacks; "
-                    "--chat-template gives it one"
-                )
-            return plain_chat(messages, opens_answer=opens_answer, image_mark=image_mark), True
-        try:
-            text = self._tokenizer.apply_chat_template(
-                cast("Any", [dict(message) | _role(message, template) for message in messages]),
-                tokenize=False,
-                add_generation_prompt=opens_answer,
-                **options,  # type: ignore[arg-type]
+        """As `TextCodec`."""
+        others = dict(options or {})
+        template = self._template(others.pop("chat_template", None), others.get("tools"))
+        if template is not None:
+            text = template.render(
+                messages, opens_answer=opens_answer, options=others, image_mark=image_mark
             )
-        except Exception as error:  # a template may raise any error
+            return text, False
+        if others.get("tools"):
             raise InvalidArgumentError(
-                f"messages: wanted messages that the model's chat template accepts: {reason(error)}"
-            ) from error
-        return str(text), False
+                "tools: wanted a model with a chat template, which this one lacks; "
+                "--chat-template gives it one"
+            )
+        return plain_chat(messages, opens_answer=opens_answer, image_mark=image_mark), True
+
+    def begun_answer(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> str:
+        """As `TextCodec`."""
+        others = dict(options or {})
+        goes_on = bool(others.get("continue_final_message"))
+        if not (opens_answer or goes_on):
+            return ""
+        end = messages_at_end(messages)
+        try:
+            whole, _ = self.render_chat(end, opens_answer=opens_answer, options=others)
+        except InvalidArgumentError:  # messages that are left out are wanted
+            end = messages
+            whole, _ = self.render_chat(end, opens_answer=opens_answer, options=others)
+        closed = end[:-1] if goes_on else end
+        if not closed:
+            return whole
+        others.pop("continue_final_message", None)
+        try:
+            before, _ = self.render_chat(closed, opens_answer=False, options=others)
+        except InvalidArgumentError:  # it takes no conversation that ends here
+            before = whole
+        lengths = range(1, 1 + min(len(whole), len(before)))
+        begun = whole[bisect_left(lengths, 1, key=lambda k: int(whole[:k] != before[:k])) :]
+        last = end[-1].get("content")
+        if not begun and isinstance(last, str) and last.strip() in whole:
+            begun = whole[whole.rindex(last.strip()) + len(last.strip()) :]  # always opened
+        return begun
+
+    def _template(self, given: object, tools: object) -> ChatTemplate | None:
+        """Return the template that is given, else the tokenizer's, which may have one for tools."""
+        text = given or self._tokenizer.chat_template
+        if isinstance(text, dict):
+            text = text.get("tool_use") if tools and "tool_use" in text else text.get("default")
+        if not isinstance(text, str):
+            return None
+        if text not in self._templates:
+            special = cast("Mapping[str, object]", self._tokenizer.special_tokens_map)
+            self._templates[text] = ChatTemplate(text, dict(special))
+        return self._templates[text]
+
+    def check_template(self) -> None:
+        """As `TextCodec`."""
+        for tools in (False, True):
+            template = self._template(None, tools)
+            if template is not None:
+                template.check()
 
     def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         """Return a prompt's tokens, the special ones at its start included unless switched off."""

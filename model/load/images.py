@@ -49,8 +49,9 @@ import kvcore
 from model.control.config import EngineConfig
 from model.control.images import check_count
 from model.errors import InvalidArgumentError, UnsupportedModelError
+from model.load.chat_template import Message
 from model.load.checkpoint import read_object, reason
-from model.load.codec import HuggingFaceCodec, Message, TextCodec
+from model.load.codec import HuggingFaceCodec, TextCodec
 from model.load.probes import seen_pairs
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

@@ -203,7 +203,7 @@ async def _converse(
     names = {**fields, **{runners: fields.get(own, own) for runners, own in names.items()}}
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
-    read_as = _reading_form(service, body, prompt)
+    read_as = _reading_form(service, body, await service.begun_answer(body.messages, body))
     try:
         params = body.sampling(
             service.sampling_defaults,
@@ -224,8 +224,7 @@ async def _converse(
         names=names,
     )
     readers = [
-        CountingReader(service.reading.open(read_as, lambda: service.new_id("call")))
-        for _ in range(params.n)
+        CountingReader(service.reading.open(read_as, service.new_call_id)) for _ in range(params.n)
     ]
     response = await answer(request, service, asked, form(body, service, readers))
     return with_warning(response, body)

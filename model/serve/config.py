@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from model.control.settings import check_settings, setting
-from model.errors import UsageError, shown
+from model.errors import InvalidArgumentError, ModelNotFoundError, UsageError, shown
 from model.pace import STREAM_SHARE
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
@@ -204,6 +204,29 @@ class ServeConfig:
         model: Any = engine.model  # as loaded, with its network
         found: dict[str, object] = loaded.sampling_defaults(model.network)
         return plain | found
+
+    def check_template(self, engine: "EngineCore | None" = None) -> None:
+        """Refuse a chat template that no conversation passes. O(template).
+
+        Args:
+            engine: of the model; None: it is not loaded yet, and its own template not checked.
+
+        Raises:
+            UsageError: the template that is given is broken.
+            ModelNotFoundError: the model's own is, and none is given.
+        """
+        loaded = import_module("model.load.chat_template")  # Transformers is there with an engine
+        try:
+            if self.chat_template is not None:
+                loaded.ChatTemplate(self.chat_template).check()
+            elif engine is not None:
+                engine.model.codec.check_template()
+        except InvalidArgumentError as error:
+            if self.chat_template is not None:
+                raise UsageError(f"--chat-template: the template is broken: {error}") from error
+            raise ModelNotFoundError(
+                f"model: its chat template is broken: {error}; --chat-template replaces it"
+            ) from error
 
     def check_adapters(self, lora: Sequence[str]) -> None:
         """Refuse LoRA adapters that no request could name. O(adapters).

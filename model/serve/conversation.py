@@ -1,7 +1,8 @@
 """A conversation: its messages, and how it becomes a prompt.
 
 Decides: which roles and parts a message may have, and what a chat template reads of them: calls of
-tools with their arguments as objects, and the reasoning of earlier answers.
+tools, and the reasoning of earlier answers. In which form a template reads them is its affair
+(`load/chat_template.py`).
 
 Invariants: an assistant's message is taken as an answer has it, so that it can be sent back.
 
@@ -98,10 +99,10 @@ class Message(Lenient):
         return [part for part in parts if isinstance(part, ImagePart)]
 
     @property
-    def said(self) -> str | list[dict[str, object]]:
-        """All that it says, as a chat template reads it: a text, or parts if some are images."""
+    def said(self) -> str | list[dict[str, object]] | None:
+        """All that it says: a text, or parts if some are images; None: it only calls tools."""
         if not isinstance(self.content, list):
-            return self.content or ""
+            return self.content
         if not self.images:
             return "".join(part.text for part in self.content if isinstance(part, TextPart))
         return [
@@ -115,16 +116,24 @@ class Message(Lenient):
 def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
     """Messages as a chat template reads them. O(their text).
 
+    The result of a call has the name of its function, which clients leave out.
+
     Raises:
         ApiError: the arguments of a call are no JSON object.
     """
     told: list[dict[str, object]] = []
+    names: dict[str | None, str] = {}
     for place, message in enumerate(messages):
         one: dict[str, object] = {"role": message.role, "content": message.said}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(message, name) is not None:
                 one[name] = getattr(message, name)
+        if message.reasoning is not None:  # as vLLM calls it
+            one.setdefault("reasoning_content", message.reasoning)
+        if message.tool_call_id in names:
+            one.setdefault("name", names[message.tool_call_id])
         if message.tool_calls:
+            names |= {call.id: call.function.name for call in message.tool_calls if call.id}
             one["tool_calls"] = [
                 call.as_template_reads_it(f"messages.{place}.tool_calls.{number}")
                 for number, call in enumerate(message.tool_calls)
@@ -135,6 +144,9 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 """How much the model reasons."""
+
+
+_OWN_FIELDS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
 class ConversationOptions(Strict):
@@ -168,12 +180,16 @@ class ConversationOptions(Strict):
         """What a chat template is told beside the messages. O(tools).
 
         Raises:
-            ApiError: the client brings a template of its own, which might never end.
+            ApiError: the client brings a template of its own, which might never end, or gives as a
+                variable what is a field of the request.
         """
         told: dict[str, object] = {}
-        if "chat_template" in (self.chat_template_kwargs or {}):
-            field = "chat_template_kwargs.chat_template"
-            raise ApiError(400, f"{field}: wanted no template of the client's", param=field)
+        for name in self.chat_template_kwargs or ():
+            field = f"chat_template_kwargs.{name}"
+            if name == "chat_template":
+                raise ApiError(400, f"{field}: wanted no template of the client's", param=field)
+            if name in _OWN_FIELDS:
+                raise ApiError(400, f"{field}: wanted as a field of the request", param=field)
         if self.tools:
             told["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         if self.continue_final_message:

@@ -72,10 +72,12 @@ def serve(options: ServeOptions, listener: socket.socket, has_torch: Event) -> i
             import_module("torch")
             has_torch.set()
             start = import_module("model.cli.start")  # and Transformers
+        options.serve.check_template()  # before the weights are read
         made: EngineCore = start.make_engine(
             options.model, options.engine, say, expects_grammars=True
         )
         options.serve.sampling_defaults(made)  # refused now or never
+        options.serve.check_template(made)  # likewise
         warning = reading_of(made, options.serve).warning
         if warning is not None:
             say(warning)

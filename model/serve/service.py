@@ -23,6 +23,7 @@ from model.serve.errors import ApiError, api_error
 from model.serve.gate import ids
 from model.serve.image_urls import fetch
 from model.serve.reading import Reading, reading_of
+from model.serve.tools import call_ids
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
@@ -49,6 +50,7 @@ class Service:
         self.config = config
         self.created = self.now()
         self._ids = ids()
+        self._call_ids = call_ids()
         self._openers = ThreadPoolExecutor(_OPENERS, "image")
 
     def now(self) -> int:
@@ -58,6 +60,10 @@ class Service:
     def new_id(self, kind: str) -> str:
         """A name that no other answer has. O(1)."""
         return f"{kind}-{next(self._ids)}"
+
+    def new_call_id(self) -> str:
+        """Return an id that no other call has. O(1)."""
+        return next(self._call_ids)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,7 +191,30 @@ class Service:
             await asyncio.gather(*[run(part.open, self.fetch) for part in parts])
             return await asyncio.to_thread(encoded)
         except InvalidArgumentError as error:
-            raise api_error(error, {"prompt": "messages"}) from error
+            own = options.chat_template_kwargs or {}
+            names = {"prompt": "messages", "enable_thinking": "reasoning_effort"}
+            names |= {name: f"chat_template_kwargs.{name}" for name in own}
+            raise api_error(error, names) from error
+
+    async def begun_answer(
+        self, messages: Sequence[Message], options: ConversationOptions
+    ) -> list[int]:
+        """Return the end of a prompt with which reading its answer starts. O(its text).
+
+        It is what the template has appended to the last message, or the last message if the answer
+        continues that. `read_chat` has accepted the conversation.
+        """
+        codec = self.engine.engine.model.codec
+
+        def begun() -> list[int]:
+            text = codec.begun_answer(
+                take_images(conversation(messages))[0],
+                opens_answer=options.opens_answer,
+                options=self.config.template_options | options.template_options,
+            )
+            return codec.encode(text, adds_special_tokens=False)
+
+        return await asyncio.to_thread(begun)
 
     def fetch(self, url: str) -> bytes:
         """The bytes behind a URL of an image, if that is allowed; waits for them.

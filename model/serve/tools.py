@@ -7,8 +7,11 @@ to make has the model's own form, which `reading.py` reads.
 Does not know: how a model writes a call of its own accord, requests.
 """
 
+import itertools
 import json
-from collections.abc import Sequence
+import secrets
+import string
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -25,6 +28,10 @@ Mode = Literal["none", "auto", "required"]
 
 MAX_CALLS = 16
 """The most calls of an answer that has to call tools: a weak model might never stop."""
+
+_DIGITS = string.digits + string.ascii_letters
+_ID_LENGTH = 9
+_MOST_IDS = len(_DIGITS) ** _ID_LENGTH
 
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -75,15 +82,32 @@ class ToolCall(Lenient):
     index: int | None = None
 
     def as_template_reads_it(self, place: str) -> dict[str, object]:
-        """With its arguments as an object, for templates go through them. O(arguments).
+        """Return it with its arguments as they came, if they are a JSON object. O(arguments).
 
         Raises:
             ApiError: they are no JSON object; `place` names the field.
         """
-        arguments = arguments_of(self.function.arguments, f"{place}.function.arguments")
-        function = {"name": self.function.name, "arguments": arguments}
+        arguments_of(self.function.arguments, f"{place}.function.arguments")
+        function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
         called: dict[str, object] = {"type": self.type, "function": function}
         return called if self.id is None else {"id": self.id, **called}
+
+
+def call_ids() -> Iterator[str]:
+    """Return ids for calls: nine letters or digits, which the templates of Mistral's models want.
+
+    They begin at random, so that those of another server are not met again.
+    """
+    begin = secrets.randbelow(_MOST_IDS)
+    return (_short((begin + number) % _MOST_IDS) for number in itertools.count())
+
+
+def _short(number: int) -> str:
+    digits = []
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_DIGITS))
+        digits.append(_DIGITS[digit])
+    return "".join(digits)
 
 
 def arguments_of(text: str, field: str) -> dict[str, object]:

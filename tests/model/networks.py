@@ -103,6 +103,9 @@ class ByteCodec:
     def encode_chat(self, messages, *, opens_answer=True, options=None):
         return self.encode(plain_chat(messages, opens_answer=opens_answer))
 
+    def begun_answer(self, messages, *, opens_answer=True, options=None):
+        return ""
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 

@@ -98,6 +98,9 @@ class Texts:
         del options
         return self.encode("".join(m["role"] + m["content"] for m in messages) + "a" * opens_answer)
 
+    def begun_answer(self, messages, *, opens_answer=True, options=None):
+        return ""
+
     def decode(self, tokens):
         return "".join([chr(96 + token) for token in tokens if token != EOS])
 

@@ -79,7 +79,10 @@ def test_how_clients_are_met_reaches_each_replicas_engine(replica, monkeypatch):
     monkeypatch.setattr(replica, "import_module", lambda _: start)
     monkeypatch.setattr(replica, "AsyncEngine", Engine)
     monkeypatch.setattr(replica, "create_app", lambda *_, **__: None)
-    flags = "--stream-share 0.3 --max-waiting 7 --generation-config vllm"  # no model's file is read
+    flags = (
+        "--stream-share 0.3 --max-waiting 7 --generation-config vllm"  # no model's file is read,
+    )
+    flags += " --chat-template {{messages}}"  # nor its template
     replica.Replica(parse_args(flags.split()))
     assert made == [{"expects_grammars": True}, (core, 0.3, 7)]
 

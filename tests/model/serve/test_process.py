@@ -14,7 +14,7 @@ import uvicorn
 from model.async_engine import AsyncEngine
 from model.control.params import SamplingParams
 from model.engine import Engine
-from model.errors import ModelNotFoundError, RankLostError
+from model.errors import ModelNotFoundError, RankLostError, UsageError
 from model.serve import process
 from model.serve.app import create_app
 from model.serve.args import parse_args
@@ -125,6 +125,20 @@ def test_a_signal_while_the_model_loads_ends_the_server_without_a_traceback(monk
     run(AsyncEngine(make), monkeypatch, ask)
     ended.set()
     assert not warnings_in(caplog)
+
+
+def test_a_broken_chat_template_is_refused_before_a_model_is_loaded():
+    flags = ["--model", "/no/such/model", "--port", "0", "--chat-template", "{{ messages"]
+    options, interval_s = parse_args(flags), sys.getswitchinterval()
+    try:
+        with (
+            listen(options.serve) as listener,
+            pytest.raises(UsageError, match=r"^--chat-template: the template is broken: "),
+        ):
+            process.serve(options, listener, threading.Event())
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval_s)
 
 
 def test_what_waits_for_pytorch_goes_on_before_a_model_is_loaded():
