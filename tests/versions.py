@@ -66,11 +66,11 @@ print(f"{count} passed")
 VERIFY = ["-m", "model.run", "--prompt", "A tuple is", "--max-tokens", "32", "--verify"]
 QUICK = {
     "loading": ["tests/model/load/test_loader.py"],
-    "attention": ["tests/model/attention"],
-    "adapters": ["tests/adapters", "-k", "transformers"],
+    "attention": [f"tests/model/attention/test_{part}.py" for part in ("own_code", "compressed")],
+    "adapters": [f"tests/adapters/test_transformers_{part}.py" for part in ("cache", "states")],
     "Triton's interpreter": [
         "tests/backends/test_triton.py", "tests/backends/test_triton_prefill.py",
-        "-m", "not gpu", "-k", "quick_conformance or contract or bfloat16 or short_way",
+        "-k", "contract or bfloat16 or short_way",
     ],
     "server": ["tests/model/serve/test_endpoints.py"],
 }  # fmt: skip
@@ -233,12 +233,12 @@ def store(known):
     """Write the data file of the page."""
     columns, rows = table(known)
     found = {
-        "title": "Versions",
+        "title": "What was tried together",
         "machine": f"CPUs, {platform.machine()}, {platform.system()}",
         "date": max(one["date"] for one in known.values()),
         "parts": [
             {
-                "title": "Combinations",
+                "title": "By package and by part",
                 "command": "python -m tests.versions oldest newest vllm sglang --store",
                 "columns": columns,
                 "rows": rows,
