@@ -148,18 +148,40 @@ def corpus() -> str:
     return str(importlib.import_module("tests.kvcore.corpus").page())
 
 
+def versions() -> str:
+    """The versions that each package of ours asks for, and the combinations that were tried."""
+    distributions = importlib.import_module("tests.distributions")
+    ranges: dict[tuple[str, str], list[str]] = {}
+    for part in ("cpu", "gpu", "model", "quantised", "serve", "cluster", "events", "testing"):
+        for line in distributions.PROJECT["project"]["optional-dependencies"][part]:
+            name, wanted = re.fullmatch(r"([\w-]+(?:\[\w+\])?)([^;]*).*", line).groups()  # type: ignore[union-attr]
+            if name.partition("[")[0] != "kvcore":
+                ranges.setdefault((name, wanted), []).append(part)
+    vllm = importlib.import_module("kvcore.adapters.vllm.plugin").VERSIONS
+    rows = [
+        ["Python", distributions.PROJECT["project"]["requires-python"], ""],
+        *([name, wanted, ", ".join(parts)] for (name, wanted), parts in ranges.items()),
+        ["vLLM", ", ".join(vllm), "its plug-in"],
+    ]
+    tables = table(["package", "versions", "extra"], rows)
+    return "\n".join([*tables, *_results(DATA / "versions.json")])
+
+
 def measured() -> str:
-    """Every data file of measured results: its machine, its date, its commands and its tables."""
-    lines = []
-    for path in sorted(DATA.glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        lines += [f"## {found['title']}", "", f"{found['machine']} ({found['date']}).", ""]
-        for part in found["parts"]:
-            lines += [f"### {part['title']}", ""]
-            lines += [part["note"], ""] if part.get("note") else []
-            lines += ["```", part["command"], "```", ""] if part.get("command") else []
-            lines += table(part["columns"], part["rows"])
-    return "\n".join(lines)
+    """Every data file of measured results."""
+    return "\n".join(line for path in sorted(DATA.glob("[0-9]*.json")) for line in _results(path))
+
+
+def _results(path: Path) -> list[str]:
+    """The machine, the date, the commands and the tables of a data file."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lines = [f"## {found['title']}", "", f"{found['machine']} ({found['date']}).", ""]
+    for part in found["parts"]:
+        lines += [f"### {part['title']}", ""]
+        lines += [part["note"], ""] if part.get("note") else []
+        lines += ["```", part["command"], "```", ""] if part.get("command") else []
+        lines += table(part["columns"], part["rows"])
+    return lines
 
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:
@@ -191,6 +213,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "published.md": published,
     "corpus.md": corpus,
     "measured.md": measured,
+    "versions.md": versions,
     "kernels.svg": decode_picture,
 }
 

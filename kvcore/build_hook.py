@@ -6,12 +6,16 @@ The environment decides: `KVCORE_COMPILE=1` compiles whatever is built, an edita
 of mypyc or of a C compiler, is built as Python, with a warning. The same `.py` files are shipped
 either way. pip hides what a build prints, so the warning and the progress of the compiler go to the
 terminal too, where there is one.
+
+A wheel has the extras that its configuration names: the others need packages that are not in it.
+The long description is README.md, with links that lead somewhere.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 VARIABLE = "KVCORE_COMPILE"
 
@@ -90,6 +95,8 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]  # of any build
         source = Path(self.root)
         if version == "editable":
             discard(source)
+        elif "extras" in self.config:
+            keep(self.config["extras"], self.metadata.core.optional_dependencies)
         value = os.environ.get(VARIABLE, "")
         if not is_wanted(value, version):
             return
@@ -131,6 +138,38 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]  # of any build
         """Write a line to the terminal, if there is one."""
         with suppress(OSError), self.terminal.open("a", encoding="utf-8") as terminal:
             terminal.write(f"\r{message}\n")
+
+
+class LongDescriptionHook(MetadataHookInterface):
+    """Sets the long description; the URL `Source` of the project makes its links absolute."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Add the field `readme`."""
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        text = absolute_links(text, metadata.get("urls", {}).get("Source", ""))
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def absolute_links(text: str, source: str) -> str:
+    """Return Markdown whose relative links begin with a URL, or are plain text if it is empty.
+
+    Relative images are left out.
+    """
+    text = re.sub(r"!\[[^\]]*\]\((?!\w+:)[^)]*\)\n*", "", text)
+    linked = rf"[\1]({source.rstrip('/')}/\2)" if source else r"\1"
+    return re.sub(r"\[([^\]]*)\]\((?!\w+:|#)([^)]*)\)", linked, text)
+
+
+def keep(names: list[str], extras: dict[str, list[str]]) -> None:
+    """Remove the extras that are not named.
+
+    Raises:
+        ValueError: an extra that is named is not there.
+    """
+    if unknown := sorted(set(names) - set(extras)):
+        raise ValueError(f"extras: wanted some of {', '.join(extras)}, got {', '.join(unknown)}")
+    for name in set(extras) - set(names):
+        del extras[name]
 
 
 def is_wanted(value: str, version: str) -> bool:

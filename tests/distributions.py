@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DISTRIBUTIONS = PROJECT["tool"]["kvcore"]["distributions"]
-SHARED = ("requires-python", "license", "authors", "classifiers", "keywords")
+SHARED = ("requires-python", "license", "authors", "classifiers", "keywords", "urls")
 
 INSTALL = """
 from transformers import AutoModelForCausalLM
@@ -84,15 +84,16 @@ def project_of(name, version):
     below = [DISTRIBUTIONS[one] for one in about.get("distributions", ())]
     parts = [part for one in [about, *below] for part in one.get("requires", ())]
     installed = {bare(line) for part in parts for line in extra(part)}
+    files = [about["package"], "README.md", "LICENSE", "build_hook.py"]
     return {
         "build-system": PROJECT["build-system"],
         "project": {
             "name": name,
             "version": version,
             "description": about["description"],
-            "readme": "README.md",
+            "dynamic": ["readme"],
             "license-files": ["LICENSE"],
-            **{key: PROJECT["project"][key] for key in SHARED},
+            **{key: value for key, value in PROJECT["project"].items() if key in SHARED},
             "dependencies": [*needs, *sorted(own)],
             "scripts": about.get("scripts", {}),
             "optional-dependencies": {
@@ -102,10 +103,13 @@ def project_of(name, version):
                 for part in about["extras"]
             },
         },
-        "tool": {"hatch": {"build": {"targets": {
-            "wheel": {"packages": [about["package"]]},
-            "sdist": {"include": [f"/{about['package']}", "/README.md", "/LICENSE"]},
-        }}}},
+        "tool": {"hatch": {
+            "metadata": {"hooks": {"custom": {"path": "build_hook.py"}}},
+            "build": {"targets": {
+                "wheel": {"packages": [about["package"]]},
+                "sdist": {"include": [f"/{one}" for one in files]},
+            }},
+        }},
     }  # fmt: skip
 
 
@@ -136,6 +140,7 @@ def staged(name, version, work):
     shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(ROOT / "docs" / "LICENSE", copy / "LICENSE")
     shutil.copy2(ROOT / package / "README.md", copy / "README.md")
+    shutil.copy2(ROOT / "kvcore" / "build_hook.py", copy / "build_hook.py")
     (copy / "pyproject.toml").write_text(toml(project_of(name, version)), encoding="utf-8")
     return copy
 

@@ -6,7 +6,8 @@ handles signals itself (`signals.stopping`).
 Invariants: 1 is never given here, so that it can only mean what the run says it means; stdout is
 flushed before the code is chosen, so an output that could not be written is never a success; a bug
 keeps its traceback, and says where to report it. A library that cannot be imported, because of the
-environment or its installation, is no bug of ours.
+environment or its installation, is no bug of ours, and neither is an error beside a package in a
+version that is not supported.
 
 Does not know: what was run.
 """
@@ -25,6 +26,7 @@ from model.cli.limits import exhausted
 from model.cli.progress import say
 from model.cli.settings import flag_name
 from model.cli.signals import end_by, word
+from model.cli.versions import unsupported
 from model.control.config import EngineConfig
 from model.control.settings import settings_of
 from model.errors import ModelError, RankLostError
@@ -153,6 +155,12 @@ def _failed(error: Exception) -> int:
 
 def _fault(error: Exception) -> int:
     """Tell an error that nothing foresaw; the exit code, which is not 1."""
+    versions: list[str] = []
+    with contextlib.suppress(ImportError, OSError, ValueError):  # metadata that cannot be read
+        versions = unsupported()
+    if versions:
+        _say(f"error: {'; '.join(versions)} ({type(error).__name__}: {_brief(error)})")
+        return BAD_INPUT
     library = _not_loaded(error)
     if library:
         _say(f"error: {library} does not load: {type(error).__name__}: {_brief(error)}")

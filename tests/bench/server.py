@@ -1,7 +1,7 @@
 """`python -m tests.bench server`: `vllm bench serve` against our server, and the engine alone.
 
 Starts `python -m model.serve` with the flags that the command line has, sends it random prompts by
-vLLM's own client (`pip install kvcore[bench]`, here or in the environment whose Python `--client`
+vLLM's own client (`pip install -e ".[bench]"`, here or in the environment whose Python `--client`
 names), and shows what the client reports. Without `--request-rate` the same lengths then go through
 the engine without HTTP, one process after the other.
 """
@@ -149,7 +149,7 @@ def _send(options, url, result):
         raise BenchError(f"--client: wanted a Python that has vLLM, got {error}") from error
     if done.returncode or not result.is_file():
         why = done.stderr.strip()[-2000:]
-        wanted = f"--client: wanted a Python that has vLLM (kvcore[bench]), got {options.client}"
+        wanted = f"--client: wanted a Python that has vLLM (extra bench), got {options.client}"
         raise BenchError(f"{wanted}:\n{why}")
     return json.loads(result.read_text(encoding="utf-8"))
 
