@@ -74,7 +74,7 @@ def few_row_sizes(module: fx.GraphModule) -> tuple[int, ...]:
     return FEW_ROWS if max(node.meta["widest"] for node in calls) <= _WIDEST else FEW_ROWS[:1]
 
 
-class _Norm(NamedTuple):
+class Norm(NamedTuple):
     """x / rms(x) * scale."""
 
     x: fx.Node
@@ -145,14 +145,14 @@ def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., T
     x, weight, *rest = product.args
     bias = rest[0] if rest else None
     last, residual, is_gated = product, None, False
-    gated = _gated(product, len(_tensor(module, weight)))  # type: ignore[arg-type]
+    gated = gated_half(product, len(_tensor(module, weight)))  # type: ignore[arg-type]
     if gated is not None:
         last, is_gated = gated, True
     else:
-        added = _added(product, x)
+        added = sum_of(product, x)
         if added is not None:
             last, residual = added
-    norm = _norm(module, x)
+    norm = norm_of(module, x)
     scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
     with graph.inserting_before(last):
         call = graph.call_function(
@@ -166,7 +166,7 @@ def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., T
     last.replace_all_uses_with(call)
 
 
-def _added(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa: ANN401
+def sum_of(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa: ANN401
     """The sum that is the only user of a product, and its other operand of the same shape."""
     [*users] = product.users
     if len(users) != 1 or users[0].target is not torch.add or users[0].kwargs:
@@ -181,8 +181,8 @@ def _added(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa:
     return (users[0], others[0]) if same else None
 
 
-def _gated(product: fx.Node, count: int) -> fx.Node | None:
-    """`silu(first half) * second half`, if nothing else uses the halves."""
+def gated_half(product: fx.Node, count: int) -> fx.Node | None:
+    """`silu(first half) * second half` of a product, if nothing else uses the halves. O(1)."""
     halves = list(product.users)
     if len(halves) != 2 or count % 2:
         return None
@@ -198,7 +198,7 @@ def _gated(product: fx.Node, count: int) -> fx.Node | None:
     return whole if set(whole.args) == {gate, halves[1]} and len(gate.users) == 1 else None
 
 
-def _norm(module: fx.GraphModule, node: Any) -> _Norm | None:  # noqa: ANN401
+def norm_of(module: fx.GraphModule, node: Any) -> Norm | None:  # noqa: ANN401
     """The norm that a node computes; None: it is no norm."""
     if not isinstance(node, fx.Node) or node.target is not torch.mul:
         return None
@@ -219,7 +219,7 @@ def _norm(module: fx.GraphModule, node: Any) -> _Norm | None:  # noqa: ANN401
             x = _uncast(wide)
             values = [one.meta["val"] for one in (x, node)]
             if values[0].shape == values[1].shape and {v.dtype for v in values} == {weight.dtype}:
-                return _Norm(x, scale, eps)
+                return Norm(x, scale, eps)
     return None
 
 
@@ -234,7 +234,7 @@ class _Heads(NamedTuple):
     product: fx.Node
     start: int
     size: int
-    norm: _Norm | None
+    norm: Norm | None
     cos: fx.Node
     sin: fx.Node
 
@@ -287,7 +287,7 @@ def _heads(module: fx.GraphModule, node: Any) -> _Heads | None:  # noqa: ANN401
     if len(factors) != 2 or any(one[1] != 1 for one in factors):
         return None
     inner = _untransposed(h)
-    norm = _norm(module, inner)
+    norm = norm_of(module, inner)
     part = _part(inner if norm is None else norm.x)
     if part is None or any(one[0].meta["val"].shape[-1] != dim for one in factors):
         return None

@@ -31,6 +31,7 @@ from model.caches.kv_caches import KVCaches, Scales
 from model.caches.layout import IndexShape, plan_layout
 from model.compile.compile_processes import compile_processes
 from model.compile.few_rows import kernels_for
+from model.compile.joined_products import expands_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import InvalidArgumentError, UnsupportedModelError
@@ -306,7 +307,8 @@ class PagedNetwork:
     def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
         """A traced network in pieces, to be compiled by their first steps."""
         if adapters is not None:
-            return compile_piecewise(traced, behind=adapters.downs)
+            expands = expands_for(self.device)
+            return compile_piecewise(traced, behind=adapters.downs, expands=expands)
         return compile_piecewise(traced, kernels=kernels_for(self.device, self._network.dtype))
 
     def warm_up(

@@ -17,12 +17,8 @@ from kvcore.adapters.recurrent.state_functions import BackendOperations
 from kvcore.adapters.recurrent.states import StateTensor
 from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.attention.batch import prompt_step
-from model.compile.piecewise import (
-    PiecewiseNetwork,
-    _laid_out,
-    _NoAttention,
-    compile_piecewise,
-)
+from model.compile.joined_products import laid_out
+from model.compile.piecewise import PiecewiseNetwork, _NoAttention, compile_piecewise
 from model.compile.traced_network import Mixing, trace_network
 from model.compile.traced_states import MarkedSteps, MixingSteps
 from model.engine import Engine
@@ -242,10 +238,10 @@ def test_tensors_that_lie_one_after_the_other_are_one_where_they_lie(order, leng
     whole = torch.arange(sum(lengths[:6]) * 2.0).view(-1, 2)
     parts = whole.split(lengths[:6])
     chosen = [parts[place] for place in order]
-    laid_out = _laid_out(chosen)
-    assert laid_out.equal(torch.cat(chosen))
+    found = laid_out(chosen)
+    assert found.equal(torch.cat(chosen))
     lies_so = all(after == before + 1 for before, after in pairwise(order))
-    assert (laid_out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == lies_so
+    assert (found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == lies_so
 
 
 @pytest.mark.usefixtures("nothing_is_compiled_twice")

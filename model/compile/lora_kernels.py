@@ -1,0 +1,319 @@
+"""The kernel of LoRA adapters for a GPU: what the adapters of all rows add, in one launch.
+
+`expand`, for the parts of a product that are computed from one input (queries, keys and values;
+gate and up), each with an inner product and a second half:
+
+    out[r] = product[r] + inner[r, slot of r] @ up[:, slot of r].T        of each part
+    out[r] = silu(gate[r]) * up[r]                                        if gated, of two parts
+
+`expand_normed`, for a product of one part that is added to the residual, which is normed then:
+
+    out[0, r] = residual[r] + product[r] + inner[r, slot of r] @ up[:, slot of r].T
+    out[1, r] = out[0, r] / rms(out[0, r]) * scale
+
+`inner` has the columns of all slots. A row reads those of its slot, and the others count as zeros,
+so that a matrix instruction serves rows of different adapters. A program has 64 rows and a tile of
+columns of one part. It goes through the columns of `inner` in chunks of up to 128 and leaves out
+those whose slots none of its rows has. Few columns are read at once, before the kernel waits for
+the product, as in `few_rows_kernels.py`. Sums are float32, and are rounded once.
+
+A row's bits do not depend on the other rows: zeros change no sum, and tiles depend on the
+columns alone. A norm needs a whole row: of few rows each has a program, which reads the second half
+of its slot, and what many rows add is added before. Bytes moved: the product and `out` once, the second halves once for 64 rows.
+Sources: SGMV of Chen et al. 2023, "Punica"; the names shrink and expand are vLLM's.
+
+Does not know: which requests the rows belong to, which layer this is.
+"""
+
+# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+_ROWS = 64
+"""Of a tile: the fewest of Hopper's matrix instruction."""
+_WIDTHS = (128, 64, 32, 16)
+_PROGRAMS = 128
+"""Wanted for each 64 rows: about as many as a GPU has multiprocessors."""
+_AT_ONCE = 128
+"""The most columns of all slots that are read at once."""
+_CHUNK = 64
+_MOST_PARTS = 4
+_FEW = 256
+"""The most rows whose second halves are read for each row by itself."""
+_NUMBERS = 16_384
+"""Of a second half that a program reads at once for a row."""
+
+
+def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
+    """A kernel, compiled once for all numbers of rows."""
+    return triton.jit(function, do_not_specialize=["num_rows"])
+
+
+@_jit
+def _expand(
+    product: tl.tensor,  # [num_rows, product_stride]
+    inner: tl.tensor,  # [num_rows, inner_stride]
+    up: tl.tensor,  # [count, COLUMNS], twice as many rows if GATED
+    slots: tl.tensor,  # [num_rows], or one for all
+    out: tl.tensor,  # [num_rows, count], written
+    num_rows: tl.tensor,
+    product_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    count: tl.tensor,
+    first_end: tl.tensor,  # of the first part; count if it is the last
+    second_end: tl.tensor,
+    third_end: tl.tensor,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    start = tl.program_id(0) * TILE
+    column = start + tl.arange(0, TILE)
+    inside = column < count
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = row < num_rows
+    place = row.to(tl.int64)[:, None]
+    part = (start >= first_end).to(tl.int32) + (start >= second_end) + (start >= third_end)
+    slot = tl.load(slots + row * slot_stride, mask=there, other=-1).to(tl.int32)
+    inner_at = inner + place * inner_stride + part * COLUMNS
+    up_at = up + column.to(tl.int64)[None, :] * COLUMNS  # transposed
+    total = tl.zeros([ROWS, TILE], tl.float32)
+    total_up = total
+    if COLUMNS <= CHUNK:
+        lane = tl.arange(0, CHUNK)
+        held = (lane < COLUMNS)[:, None] & inside[None, :]
+        weights = tl.load(up_at + lane[:, None], mask=held, other=0.0)
+        weights_up = weights
+        if GATED:
+            weights_up = tl.load(up_at + count * COLUMNS + lane[:, None], mask=held, other=0.0)
+        if OVERLAPS:
+            gdc_wait()
+        own = ((lane // RANK)[None, :] == slot[:, None]) & (lane < COLUMNS)[None, :]
+        rows = tl.load(inner_at + lane[None, :], mask=own, other=0.0)
+        total = tl.dot(rows, weights, total, input_precision="ieee")
+        if GATED:
+            rows = tl.load(inner_at + COLUMNS + lane[None, :], mask=own, other=0.0)
+            total_up = tl.dot(rows, weights_up, total_up, input_precision="ieee")
+    else:
+        if OVERLAPS:
+            gdc_wait()
+        for begin in range(0, COLUMNS, CHUNK):
+            lane = begin + tl.arange(0, CHUNK)
+            present = (slot >= begin // RANK) & (slot <= (begin + CHUNK - 1) // RANK)
+            if tl.max(present.to(tl.int32), 0) > 0:
+                held = (lane < COLUMNS)[:, None] & inside[None, :]
+                own = ((lane // RANK)[None, :] == slot[:, None]) & (lane < COLUMNS)[None, :]
+                rows = tl.load(inner_at + lane[None, :], mask=own, other=0.0)
+                weights = tl.load(up_at + lane[:, None], mask=held, other=0.0)
+                total = tl.dot(rows, weights, total, input_precision="ieee")
+                if GATED:
+                    rows = tl.load(inner_at + COLUMNS + lane[None, :], mask=own, other=0.0)
+                    more = up_at + count * COLUMNS + lane[:, None]
+                    weights = tl.load(more, mask=held, other=0.0)
+                    total_up = tl.dot(rows, weights, total_up, input_precision="ieee")
+    wanted = there[:, None] & inside[None, :]
+    product_at = product + place * product_stride + column[None, :]
+    total += tl.load(product_at, mask=wanted, other=0.0).to(tl.float32)
+    if GATED:
+        total_up += tl.load(product_at + count, mask=wanted, other=0.0).to(tl.float32)
+        total = total / (1.0 + tl.exp(-total)) * total_up
+    tl.store(out + place * count + column[None, :], total.to(out.dtype.element_ty), mask=wanted)
+
+
+def tile_of(sizes: Sequence[int]) -> int:
+    """The columns of a program for parts of these sizes; 0: they need a launch each. O(parts)."""
+    if len(sizes) == 1:
+        fitting: Sequence[int] = _WIDTHS
+    else:
+        fitting = [width for width in _WIDTHS if all(size % width == 0 for size in sizes)]
+    if not fitting or len(sizes) > _MOST_PARTS:
+        return 0
+    return next((width for width in fitting if sum(sizes) // width >= _PROGRAMS), fitting[-1])
+
+
+def expand(
+    product: Tensor,
+    inner: Tensor,
+    up: Tensor,
+    slots: Tensor,
+    rank: int,
+    sizes: Sequence[int],
+    *,
+    is_gated: bool = False,
+    tile: int | None = None,
+    at_once: int = _AT_ONCE,
+) -> Tensor:
+    """Add what the adapter of each row gives, see the module: [..., sum(sizes)]; one launch.
+
+    Args:
+        product: [..., sum(sizes)], its rows contiguous.
+        inner: [..., num_parts * num_slots * rank], the first halves of all slots for each row.
+        up: [sum(sizes), num_slots * rank], contiguous.
+        slots: int64 [num_rows], -1: no adapter; or one for all rows.
+        rank: the columns of a slot.
+        sizes: of the parts, for which `tile_of` has a tile.
+        is_gated: return `silu(first part) * second part`, two parts of one size.
+        tile: columns of a program; None: the best number.
+        at_once: the most columns of all slots that are read at once.
+    """
+    columns = up.shape[1]
+    rows, halves = (one.reshape(-1, one.shape[-1]) for one in (product, inner))
+    count = sum(sizes) // (2 if is_gated else 1)
+    out = product.new_empty((*product.shape[:-1], count))
+    if not len(rows):
+        return out
+    sizes = [count] if is_gated else sizes
+    tile = tile or tile_of(sizes)
+    ends = [sum(sizes[: place + 1]) for place in range(3)]
+    chunk = max(16, triton.next_power_of_2(columns)) if columns <= at_once else _CHUNK
+    overlaps, options = _overlap(rows)
+    _expand[(triton.cdiv(count, tile), triton.cdiv(len(rows), _ROWS))](
+        rows, halves, up, slots.contiguous(), out, len(rows), rows.stride(0), halves.stride(0),
+        int(slots.numel() > 1), count, *ends, columns, rank, is_gated, _ROWS, tile, chunk,
+        overlaps, num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+def _overlap(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
+    """Whether a kernel starts while the previous one runs, and the launch options for that."""
+    overlaps = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return overlaps, {"launch_pdl": True} if overlaps else {}
+
+
+def expand_normed(
+    product: Tensor,
+    start: int,
+    inner: Tensor,
+    inner_start: int,
+    up: Tensor,
+    slots: Tensor,
+    rank: int,
+    residual: Tensor,
+    scale: Tensor,
+    eps: float,
+) -> Tensor:
+    """Two tensors in one, [2, ..., width]: the residual with what is added to it, and its norm.
+
+    One launch for few rows, and otherwise two.
+
+    Args:
+        product: [..., at least start + width].
+        start: the first column of the product.
+        inner: [..., at least inner_start + num_slots * rank].
+        inner_start: the first column of the first halves' product.
+        up: [width, num_slots * rank], contiguous.
+        slots: see `expand`.
+        rank: the columns of a slot.
+        residual: [..., width].
+        scale: [width], of the norm.
+        eps: of the norm.
+    """
+    width, columns = up.shape
+    inner, product = inner.narrow(-1, inner_start, columns), product.narrow(-1, start, width)
+    rows, halves = (one.reshape(-1, one.shape[-1]) for one in (product, inner))
+    out = product.new_empty((2, *product.shape[:-1], width))
+    if not len(rows):
+        return out
+    is_few = len(rows) <= _FEW
+    if not is_few:
+        rows = expand(rows, halves, up, slots, rank, [width])
+    lanes = triton.next_power_of_2(width)
+    step = min(triton.next_power_of_2(rank), max(1, _NUMBERS // lanes))
+    overlaps, options = _overlap(rows)
+    _expand_normed[(len(rows),)](
+        rows, halves, up, slots.contiguous(), residual.contiguous(), scale, out, len(rows),
+        rows.stride(0), halves.stride(0), int(slots.numel() > 1), eps, width, columns, rank, lanes,
+        step, is_few, overlaps, num_warps=8, **options,
+    )  # fmt: skip
+    return out
+
+
+@_jit
+def _expand_normed(
+    product: tl.tensor,  # [num_rows, product_stride]
+    inner: tl.tensor,  # [num_rows, inner_stride], if EXPANDS
+    up: tl.tensor,  # [WIDTH, COLUMNS], if EXPANDS
+    slots: tl.tensor,  # [num_rows], or one for all, if EXPANDS
+    residual: tl.tensor,  # [num_rows, WIDTH]
+    scale: tl.tensor,  # [WIDTH]
+    out: tl.tensor,  # [2, num_rows, WIDTH], written
+    num_rows: tl.tensor,
+    product_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    EPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two, at least WIDTH
+    STEP: tl.constexpr,  # of RANK, a power of two
+    EXPANDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    inside = lane < WIDTH
+    factor = tl.load(scale + lane, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    if EXPANDS:
+        slot = tl.load(slots + row * slot_stride).to(tl.int32)
+        inner += row * inner_stride + slot * RANK
+        place = tl.arange(0, STEP)
+        up_at = up + lane[:, None] * COLUMNS + slot * RANK + place[None, :]
+        held = (place < RANK) & (slot >= 0)
+        weights = tl.load(up_at, mask=held[None, :] & inside[:, None], other=0.0)
+        if OVERLAPS:
+            gdc_wait()
+        for begin in tl.static_range(0, RANK, STEP):
+            held = (begin + place < RANK) & (slot >= 0)
+            if begin > 0:
+                weights = tl.load(up_at + begin, mask=held[None, :] & inside[:, None], other=0.0)
+            rows = tl.load(inner + begin + place, mask=held, other=0.0).to(tl.float32)
+            total += tl.sum(weights.to(tl.float32) * rows[None, :], 1)
+    elif OVERLAPS:
+        gdc_wait()
+    total += tl.load(product + row * product_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(residual + row * WIDTH + lane, mask=inside, other=0.0).to(tl.float32)
+    rounded = total.to(out.dtype.element_ty)
+    to = out + row * WIDTH + lane
+    tl.store(to, rounded, mask=inside)
+    total = rounded.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(total * total, 0) / WIDTH + EPS)
+    normed = (total * norm * factor).to(out.dtype.element_ty)
+    tl.store(to + num_rows.to(tl.int64) * WIDTH, normed, mask=inside)
+
+
+def fits(sizes: Sequence[int]) -> bool:
+    """Return True if parts of these sizes can share a launch. O(parts)."""
+    return tile_of(sizes) > 0
+
+
+def expand_parts(
+    product: Tensor,
+    start: int,
+    inner: Tensor,
+    inner_start: int,
+    up: Tensor,
+    slots: Tensor,
+    rank: int,
+    sizes: Sequence[int],
+    *,
+    is_gated: bool = False,
+) -> Tensor:
+    """As `expand`, for columns of a product, and of an inner one, that have others; one launch."""
+    inner = inner.narrow(-1, inner_start, len(sizes) * up.shape[1])
+    product = product.narrow(-1, start, sum(sizes))
+    return expand(product, inner, up, slots, rank, sizes, is_gated=is_gated)
