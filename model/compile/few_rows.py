@@ -112,11 +112,19 @@ def fuse_few_rows(
         _replace(module, product, kernels.multiply)
     if not products:
         return None
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is operator.call and node.args[1] >= 0:
-            _replace_rotation(module, node, kernels)
+    for node in attentions(graph):
+        rotation = rotation_of(module, node)
+        if rotation is not None and rotation.product.target is kernels.multiply:
+            given = rotation.product, *rotation.given
+            attend_rotated(graph, node, kernels.attend_rotated, given)
     graph.eliminate_dead_code()
     return module
+
+
+def attentions(graph: fx.Graph) -> list[fx.Node]:
+    """The calls of attention. O(nodes)."""
+    calls = [node for node in graph.nodes if _is_call(node, operator.call)]
+    return [node for node in calls if node.args[1] >= 0]  # the others are of states
 
 
 def _is_product(module: fx.GraphModule, node: fx.Node, least: int) -> bool:
@@ -239,33 +247,56 @@ class _Heads(NamedTuple):
     sin: fx.Node
 
 
-def _replace_rotation(module: fx.GraphModule, call: fx.Node, kernels: Kernels) -> None:
-    """Let attention rotate its own queries and keys, if they are rotated in the usual way."""
-    attend, layer, query, key, value = call.args
+class Rotation(NamedTuple):
+    """Queries and keys that are rotated in the usual way before attention.
+
+    Attributes:
+        product: whose parts are queries, keys and values, one after another.
+        given: what `rotate` takes after the product.
+    """
+
+    product: fx.Node
+    given: tuple[Any, ...]
+
+
+def rotation_of(module: fx.GraphModule, call: fx.Node) -> Rotation | None:
+    """What happens to queries and keys between one product and a call of attention. O(1).
+
+    Returns:
+        None: something else does.
+    """
+    if len(call.args) != 5:  # tokens that an index chooses
+        return None
+    query, key, value = call.args[2:]
     q, k = _heads(module, query), _heads(module, key)
     v = _part(_untransposed(_heads_last(value)))
     if q is None or k is None or v is None:
-        return
+        return None
     dim = q.cos.meta["val"].shape[-1]
     norms = {None if one.norm is None else one.norm.eps for one in (q, k)}
     sizes = (q.start, k.start, v[1], v[2])
     if (
         {q.product, k.product} != {v[0]}
-        or v[0].target is not kernels.multiply
         or sizes != (0, q.size, q.size + k.size, k.size)
         or (q.cos, q.sin) != (k.cos, k.sin)
         or len(norms) != 1
         or dim != query.meta["val"].shape[-1]  # type: ignore[union-attr]
     ):
-        return
+        return None
     scales = [None if one.norm is None else one.norm.scale for one in (q, k)]
     [eps] = norms
-    given = (v[0], q.cos, q.sin, *scales, eps or 0.0, q.size // dim, k.size // dim)
-    with module.graph.inserting_before(call):
-        made = module.graph.call_function(kernels.attend_rotated, (attend, layer, *given))
+    return Rotation(v[0], (q.cos, q.sin, *scales, eps or 0.0, q.size // dim, k.size // dim))
+
+
+def attend_rotated(
+    graph: fx.Graph, call: fx.Node, target: Callable[..., Tensor], given: Sequence[Any]
+) -> None:
+    """Replace a call of attention by one that rotates its own queries and keys. O(1)."""
+    with graph.inserting_before(call):
+        made = graph.call_function(target, (*call.args[:2], *given))
     made.meta = dict(call.meta)
     call.replace_all_uses_with(made)
-    module.graph.erase_node(call)
+    graph.erase_node(call)
 
 
 def _heads(module: fx.GraphModule, node: Any) -> _Heads | None:  # noqa: ANN401

@@ -282,6 +282,27 @@ def _overlap(tensor: Tensor, *, overlapping: bool | None) -> tuple[bool, dict[st
 
 
 @_jit
+def store_rotated(
+    low: tl.tensor,
+    high: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    turned: tl.tensor,
+    HALF: tl.constexpr,
+) -> None:
+    """Store the two halves of heads, rotated where they are turned."""
+    cos_low = tl.load(cos, mask=turned, other=1.0).to(tl.float32)
+    cos_high = tl.load(cos + HALF, mask=turned, other=1.0).to(tl.float32)
+    sin_low = tl.load(sin, mask=turned, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + HALF, mask=turned, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    inside = tl.arange(0, low.shape[0]) < HALF
+    tl.store(out, (low * cos_low - high * sin_low).to(dtype), mask=inside)
+    tl.store(out + HALF, (high * cos_high + low * sin_high).to(dtype), mask=inside)
+
+
+@_jit
 def _rotate(
     product: tl.tensor,  # [num_tokens, STRIDE]
     cos: tl.tensor,  # [num_tokens, DIM]
@@ -321,14 +342,9 @@ def _rotate(
         norm = tl.rsqrt(squares / DIM + EPS)
         low, high = low * norm * first, high * norm * second
     turn = token * DIM + lane
-    cos_low = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
-    to = out + (token * HEADS + head) * DIM + lane
-    dtype = out.dtype.element_ty
-    tl.store(to, (low * cos_low - high * sin_low).to(dtype), mask=inside)
-    tl.store(to + HALF, (high * cos_high + low * sin_high).to(dtype), mask=inside)
+    store_rotated(
+        low, high, cos + turn, sin + turn, out + (token * HEADS + head) * DIM + lane, inside, HALF
+    )
 
 
 def rotate(

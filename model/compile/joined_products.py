@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, fx, nn
 
 import model.compile
-from model.compile.few_rows import Norm, Unrun, gated_half, norm_of, sum_of
+from model.compile.few_rows import (
+    Norm,
+    Unrun,
+    attend_rotated,
+    attentions,
+    gated_half,
+    norm_of,
+    rotation_of,
+    sum_of,
+)
 
 
 def joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.GraphModule:
@@ -98,11 +107,13 @@ class Expands(NamedTuple):
     Attributes:
         expand: see `lora_kernels.expand_parts`.
         expand_normed: see `lora_kernels.expand_normed`.
+        attend_rotated: see `lora_kernels.attend_rotated`.
         fits: True if parts of these sizes can share a launch.
     """
 
     expand: Callable[..., Tensor]
     expand_normed: Callable[..., Tensor]
+    attend_rotated: Callable[..., Tensor]
     fits: Callable[[Sequence[int]], bool]
 
 
@@ -111,7 +122,9 @@ def expands_for(device: torch.device) -> Expands | None:
     if device.type != "cuda":
         return None
     kernels = model.compile.lora_kernels
-    return Expands(kernels.expand_parts, kernels.expand_normed, kernels.fits)
+    return Expands(
+        kernels.expand_parts, kernels.expand_normed, kernels.attend_rotated, kernels.fits
+    )
 
 
 class _Part(NamedTuple):
@@ -161,6 +174,11 @@ def join_expands(module: fx.GraphModule, expands: Expands) -> None:
             call = _join_parts(module, found[place].node, some, expands, f"expand_{number}_{place}")
             if len(some) == 1:
                 _join_norm(module, call, norms, expands)
+    for node in attentions(module.graph):
+        rotation = rotation_of(module, node)
+        if rotation is not None and rotation.product.target is expands.expand:
+            given = *rotation.product.args, *rotation.given
+            attend_rotated(module.graph, node, expands.attend_rotated, given)
     module.graph.eliminate_dead_code()
 
 

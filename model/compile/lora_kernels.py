@@ -11,6 +11,9 @@ gate and up), each with an inner product and a second half:
     out[0, r] = residual[r] + product[r] + inner[r, slot of r] @ up[:, slot of r].T
     out[1, r] = out[0, r] / rms(out[0, r]) * scale
 
+`attend_rotated`, for queries, keys and values, which attention gets normed and rotated as by
+`few_rows_kernels.rotate`.
+
 `inner` has the columns of all slots. A row reads those of its slot, and the others count as zeros,
 so that a matrix instruction serves rows of different adapters. A program has 64 rows and a tile of
 columns of one part. It goes through the columns of `inner` in chunks of up to 128 and leaves out
@@ -18,8 +21,8 @@ those whose slots none of its rows has. Few columns are read at once, before the
 the product, as in `few_rows_kernels.py`. Sums are float32, and are rounded once.
 
 A row's bits do not depend on the other rows: zeros change no sum, and tiles depend on the
-columns alone. A norm needs a whole row: of few rows each has a program, which reads the second half
-of its slot, and what many rows add is added before. Bytes moved: the product and `out` once, the second halves once for 64 rows.
+columns alone. A norm needs a whole row, or head: of few rows each has a program, which reads the
+second half of its slot, and what many rows add is added before. Bytes moved: the product and `out` once, the second halves once for 64 rows.
 Sources: SGMV of Chen et al. 2023, "Punica"; the names shrink and expand are vLLM's.
 
 Does not know: which requests the rows belong to, which layer this is.
@@ -27,7 +30,7 @@ Does not know: which requests the rows belong to, which layer this is.
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
+
+from model.compile.few_rows_kernels import store_rotated
 
 _ROWS = 64
 """Of a tile: the fewest of Hopper's matrix instruction."""
@@ -296,6 +301,79 @@ def _expand_normed(
     tl.store(to + num_rows.to(tl.int64) * WIDTH, normed, mask=inside)
 
 
+@_jit
+def _expand_rotated(
+    product: tl.tensor,  # [num_rows, product_stride]
+    inner: tl.tensor,  # [num_rows, inner_stride], if EXPANDS
+    up: tl.tensor,  # [heads * DIM, COLUMNS], if EXPANDS
+    slots: tl.tensor,  # [num_rows], or one for all, if EXPANDS
+    cos: tl.tensor,  # [num_rows, DIM]
+    sin: tl.tensor,  # [num_rows, DIM]
+    q_scale: tl.tensor,  # [DIM], if NORMED
+    k_scale: tl.tensor,  # [DIM], if NORMED
+    out: tl.tensor,  # [num_rows, heads, DIM], written
+    product_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    EPS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    QK_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # with those of values
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,  # of DIM
+    WIDTH: tl.constexpr,  # a power of two, at least HALF
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    STEP: tl.constexpr,  # of RANK, a power of two
+    NORMED: tl.constexpr,
+    EXPANDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, WIDTH)
+    inside = lane < HALF
+    scale = q_scale
+    if head >= Q_HEADS:
+        scale = k_scale
+    low = tl.zeros([WIDTH], tl.float32)
+    high = low
+    if EXPANDS:
+        slot = tl.load(slots + row * slot_stride).to(tl.int32)
+        part = (head >= Q_HEADS).to(tl.int32) + (head >= QK_HEADS)
+        inner += row * inner_stride + part * COLUMNS + slot * RANK
+        place = tl.arange(0, STEP)
+        up_at = up + (head * DIM + lane)[:, None] * COLUMNS + slot * RANK + place[None, :]
+        held = ((place < RANK) & (slot >= 0))[None, :] & inside[:, None]
+        weights = tl.load(up_at, mask=held, other=0.0)
+        more_weights = tl.load(up_at + HALF * COLUMNS, mask=held, other=0.0)
+        if OVERLAPS:
+            gdc_wait()
+        for begin in tl.static_range(0, RANK, STEP):
+            there = (begin + place < RANK) & (slot >= 0)
+            if begin > 0:
+                held = there[None, :] & inside[:, None]
+                weights = tl.load(up_at + begin, mask=held, other=0.0)
+                more_weights = tl.load(up_at + HALF * COLUMNS + begin, mask=held, other=0.0)
+            rows = tl.load(inner + begin + place, mask=there, other=0.0).to(tl.float32)[None, :]
+            low += tl.sum(weights.to(tl.float32) * rows, 1)
+            high += tl.sum(more_weights.to(tl.float32) * rows, 1)
+    elif OVERLAPS:
+        gdc_wait()
+    at = product + row * product_stride + head * DIM + lane
+    low += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    high += tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    turned = inside & (head < QK_HEADS)
+    if NORMED:
+        squares = tl.sum(low * low, 0) + tl.sum(high * high, 0)
+        norm = tl.where(head < QK_HEADS, tl.rsqrt(squares / DIM + EPS), 1.0)
+        low *= norm * tl.load(scale + lane, mask=turned, other=1.0).to(tl.float32)
+        high *= norm * tl.load(scale + HALF + lane, mask=turned, other=1.0).to(tl.float32)
+    turn = row * DIM + lane
+    store_rotated(
+        low, high, cos + turn, sin + turn, out + (row * HEADS + head) * DIM + lane, turned, HALF
+    )
+
+
 def fits(sizes: Sequence[int]) -> bool:
     """Return True if parts of these sizes can share a launch. O(parts)."""
     return tile_of(sizes) > 0
@@ -317,3 +395,49 @@ def expand_parts(
     inner = inner.narrow(-1, inner_start, len(sizes) * up.shape[1])
     product = product.narrow(-1, start, sum(sizes))
     return expand(product, inner, up, slots, rank, sizes, is_gated=is_gated)
+
+
+def attend_rotated(
+    call: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+    layer: int,
+    product: Tensor,
+    start: int,
+    inner: Tensor,
+    inner_start: int,
+    up: Tensor,
+    slots: Tensor,
+    rank: int,
+    sizes: Sequence[int],
+    cos: Tensor,
+    sin: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+    num_q_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """Attention of a layer over what `expand_parts` gives, normed and rotated: one launch before.
+
+    For many rows two. Arguments: see `expand_parts` and `few_rows_kernels.rotate`.
+    """
+    columns, dim = up.shape[1], cos.shape[-1]
+    inner = inner.narrow(-1, inner_start, 3 * columns)
+    product = product.narrow(-1, start, sum(sizes))
+    rows, halves = (one.reshape(-1, one.shape[-1]) for one in (product, inner))
+    is_few = len(rows) <= _FEW
+    if not is_few:
+        rows = expand(rows, halves, up, slots, rank, sizes)
+    turned = num_q_heads + num_kv_heads
+    heads = turned + (num_kv_heads if is_few else 0)
+    out = rows.new_empty((len(rows), heads, dim))
+    scales = [cos if one is None else one for one in (q_scale, k_scale)]
+    overlaps, options = _overlap(rows)
+    _expand_rotated[(len(rows), heads)](
+        rows, halves, up, slots.contiguous(), cos.contiguous(), sin.contiguous(), *scales, out,
+        rows.stride(0), halves.stride(0), int(slots.numel() > 1), eps, num_q_heads, turned, heads,
+        dim, dim // 2, triton.next_power_of_2(dim // 2), columns, rank,
+        min(16, triton.next_power_of_2(rank)), q_scale is not None, is_few, overlaps,
+        num_warps=1, **options,
+    )  # fmt: skip
+    values = out[:, turned:] if is_few else rows[:, turned * dim :].view(-1, num_kv_heads, dim)
+    return call(layer, out[:, :num_q_heads], out[:, num_q_heads:turned], values)

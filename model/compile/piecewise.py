@@ -270,7 +270,7 @@ def compile_piecewise(
         if kernels is None
         else fuse_few_rows(source, kernels, LEAST_WEIGHT if least is None else least)
     )
-    whole = _cut(source, backend, () if expands is None else expands[:2])
+    whole = _cut(source, backend, () if expands is None else expands[:3])
     cuts = () if kernels is None else (kernels.multiply, kernels.attend_rotated)
     if few is None:
         return PiecewiseNetwork(whole, traced, is_alone=is_alone)
