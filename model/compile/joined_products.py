@@ -182,12 +182,16 @@ def join_expands(module: fx.GraphModule, expands: Expands) -> None:
     module.graph.eliminate_dead_code()
 
 
-def _part_of(node: Any) -> _Part:  # noqa: ANN401  # a call
-    product, inner = (
-        (one.args[0], one.args[2]) if one.target is torch.narrow and one.args[1] == -1 else (one, 0)
-        for one in node.args[:2]
-    )
-    return _Part(node, *product, *inner, node.meta["val"].shape[-1])
+def _part_of(node: fx.Node) -> _Part:
+    product, start = _source(node.args[0])
+    inner, inner_start = _source(node.args[1])
+    return _Part(node, product, start, inner, inner_start, node.meta["val"].shape[-1])
+
+
+def _source(node: Any) -> tuple[fx.Node, int]:  # noqa: ANN401
+    """The tensor that a node is a part of, and its first column there."""
+    is_part = node.target is torch.narrow and node.args[1] == -1
+    return (node.args[0], node.args[2]) if is_part else (node, 0)
 
 
 def _join_parts(

@@ -273,7 +273,7 @@ class PagedNetwork:
             raise UnsupportedModelError("compile: wanted a network that was traced first")
         try:
             if self.adapters is not None:  # first: see `piecewise.py`
-                self._compile(step.adapted(), few, self.adapters)
+                self._compile(step.adapted(), few.adapted(), self.adapters)
             logits = self._compile(step, few)
         except Exception as error:  # a compiler may raise any error
             self._traced = before
@@ -290,14 +290,14 @@ class PagedNetwork:
 
         Args:
             step: see `compile`.
-            few: see `compile`; with adapters such steps run like all others.
+            few: see `compile`; with adapters it runs too, because few rows have kernels of their own.
             adapters: that the step has.
         """
         adapted = adapters is not None
         pieces = self._cut(self._traced[adapted], adapters)
         self._traced = {**self._traced, adapted: pieces}
         with warnings.catch_warnings(action="ignore"):  # of the compiler
-            steps = (step, few) if pieces.has_few_row_pieces else (step,)
+            steps = (step, few) if adapted or pieces.has_few_row_pieces else (step,)
             if self._is_whole:  # each rank decides alone, and further passes have collectives
                 pieces.submit(lambda: [self.logits(each) for each in steps])
             logits, *_ = [self.logits(each) for each in steps]
