@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from model.compile import few_rows, piecewise
 from model.compile.few_rows import FEW_ROWS, Kernels, few_row_sizes, fuse_few_rows
-from model.compile.piecewise import _joined, compile_piecewise
+from model.compile.joined_products import joined
+from model.compile.piecewise import compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
 from tests.model.compile.test_piecewise import UNLIKE, agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
@@ -84,7 +85,7 @@ def test_a_layer_is_four_products_and_a_rotation_with_what_stands_around_them():
 
 def test_another_norm_gate_or_sum_stays_where_it_is():
     traced = trace_network(switched(build("qwen3", 3)), CPU)
-    module = _joined(traced.module)
+    module = joined(traced.module)
     called = [node for node in module.graph.nodes if node.op == "call_function"]
     next(node for node in called if node.target is torch.rsqrt).target = torch.sqrt
     next(node for node in called if node.target is functional.silu).target = functional.relu
@@ -169,7 +170,7 @@ def test_a_planted_wrong_half_is_seen():
 
     traced = trace_network(switched(build("llama", 3)), CPU)
     for told, same in ((Told(), True), (Swaps(), False)):
-        few = TracedNetwork(fused(_joined(traced.module), told.kernels), traced.terms)
+        few = TracedNetwork(fused(joined(traced.module), told.kernels), traced.terms)
         assert agree(traced, few, inputs(4, [0, 1, 3])) == same
 
 
