@@ -9,9 +9,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import backends
 import kvcore
 from model import EngineConfig, SamplingParams, Submission
+from model.compile.joined_products import expands_for
 from model.engine import Engine
 from model.forward.cuda_graphs import CudaGraphs
 from model.load.loader import wrap_network
+from tests.model import lora_check
 from tests.model.networks import ByteCodec, build, random_adapter
 from tests.model.test_gpu import PROMPTS, compilations
 
@@ -74,6 +76,21 @@ def test_adapters_loaded_after_the_capture_are_in_its_graphs(architecture, compi
     assert again[0] != mixed[0][3]
 
 
+def test_what_adapters_add_is_right_on_a_gpu():
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    assert lora_check.check("cuda", dtypes) == 24
+    with pytest.raises(AssertionError):
+        lora_check.check("cuda", dtypes, lora_check.of_all_slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "gemma2", "llama"])
+def test_pieces_call_what_adapters_add_once_for_each_product(architecture, dtype):
+    device = backends.get_backend("triton").device
+    counts = (7, 64, 300, 1000)  # few rows and many
+    lora_check.check_network(architecture, expands_for(device), device, dtype, counts)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_batch_invariant_a_request_has_the_same_tokens_beside_other_adapters(dtype):
     backend = backends.get_backend("triton")
@@ -130,5 +147,5 @@ def test_steps_with_eight_adapters_take_little_more_time(capsys):
     with capsys.disabled():
         for (mode, kind), speed in speeds.items():
             print(f"{mode}, adapters: {kind}: {speed:,.0f} tokens/s")  # noqa: T201
-    assert speeds["compile", "8"] > 0.6 * speeds["compile", "none"]
+    assert speeds["compile", "8"] > 0.8 * speeds["compile", "none"]
     assert speeds["traced", "8"] > speeds["eager", "8"]
