@@ -20,8 +20,7 @@ columns of one part. It goes through the columns of `inner` in chunks of up to 1
 those whose slots none of its rows has. Few columns are read at once, before the kernel waits for
 the product, as in `few_rows_kernels.py`. Sums are float32, and are rounded once.
 
-A row's bits do not depend on the other rows: zeros change no sum, and tiles depend on the
-columns alone. A norm needs a whole row, or head: of few rows each has a program, which reads the
+A row's bits do not depend on the other rows: zeros change no sum. A norm needs a whole row, or head: of few rows each has a program, which reads the
 second half of its slot, and what many rows add is added before. Bytes moved: the product and `out` once, the second halves once for 64 rows.
 Sources: SGMV of Chen et al. 2023, "Punica"; the names shrink and expand are vLLM's.
 
@@ -43,9 +42,9 @@ from model.compile.few_rows_kernels import store_rotated
 
 _ROWS = 64
 """Of a tile: the fewest of Hopper's matrix instruction."""
-_WIDTHS = (128, 64, 32, 16)
-_PROGRAMS = 128
-"""Wanted for each 64 rows: about as many as a GPU has multiprocessors."""
+_WIDTHS = (64, 32, 16)
+_PROGRAMS = 96
+"""Wanted: nearly as many as a GPU has multiprocessors."""
 _AT_ONCE = 128
 """The most columns of all slots that are read at once."""
 _CHUNK = 64
@@ -137,7 +136,7 @@ def _expand(
     tl.store(out + place * count + column[None, :], total.to(out.dtype.element_ty), mask=wanted)
 
 
-def tile_of(sizes: Sequence[int]) -> int:
+def tile_of(sizes: Sequence[int], num_rows: int = _ROWS) -> int:
     """The columns of a program for parts of these sizes; 0: they need a launch each. O(parts)."""
     if len(sizes) == 1:
         fitting: Sequence[int] = _WIDTHS
@@ -145,7 +144,8 @@ def tile_of(sizes: Sequence[int]) -> int:
         fitting = [width for width in _WIDTHS if all(size % width == 0 for size in sizes)]
     if not fitting or len(sizes) > _MOST_PARTS:
         return 0
-    return next((width for width in fitting if sum(sizes) // width >= _PROGRAMS), fitting[-1])
+    parts = max(1, num_rows // _ROWS)
+    return next((width for width in fitting if sum(sizes) // width * parts >= _PROGRAMS), fitting[-1])
 
 
 def expand(
@@ -180,7 +180,7 @@ def expand(
     if not len(rows):
         return out
     sizes = [count] if is_gated else sizes
-    tile = tile or tile_of(sizes)
+    tile = tile or tile_of(sizes, len(rows))
     ends = [sum(sizes[: place + 1]) for place in range(3)]
     chunk = max(16, triton.next_power_of_2(columns)) if columns <= at_once else _CHUNK
     overlaps, options = _overlap(rows)

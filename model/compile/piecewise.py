@@ -336,7 +336,7 @@ class _Cutter:
         outputs = [node for node in nodes if not inside.issuperset(node.users)]
         graph = self._operations(nodes, inputs, outputs)
         sized = [one.meta.get("sized", {}) for one in inputs]
-        look = graph.python_code("self").src, repr(sized)
+        look = graph.python_code("self").src, repr([*map(self._look, inputs)])
         name = self._found.setdefault(look, f"piece_{len(self._found)}")
         if not hasattr(self._root, name):
             module = fx.GraphModule(nn.Module(), graph)
@@ -344,6 +344,17 @@ class _Cutter:
         called = self._graph.call_module(name, tuple(self._copies[one] for one in inputs))
         for place, output in enumerate(outputs):
             self._copies[output] = self._graph.call_function(operator.getitem, (called, place))
+
+    def _look(self, node: fx.Node) -> tuple[object, ...]:
+        """What compiled code depends on of an input: its dtype and the sizes that stay."""
+        sized = node.meta.get("sized", {})
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            value = getattr(self._source, str(node.target))
+        if not isinstance(value, Tensor):
+            return (sized,)
+        sizes = [None if dim in sized else int(size) for dim, size in enumerate(value.shape)]
+        return sized, sizes, value.dtype
 
     def _operations(
         self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]

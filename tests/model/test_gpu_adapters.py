@@ -78,7 +78,7 @@ def test_adapters_loaded_after_the_capture_are_in_its_graphs(architecture, compi
 
 def test_what_adapters_add_is_right_on_a_gpu():
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    assert lora_check.check("cuda", dtypes) == 24
+    assert lora_check.check("cuda", dtypes) == 30
     with pytest.raises(AssertionError):
         lora_check.check("cuda", dtypes, lora_check.of_all_slots)
 

@@ -13,11 +13,13 @@ from model.compile import few_rows, piecewise
 from model.compile.few_rows import FEW_ROWS, Kernels, few_row_sizes, fuse_few_rows
 from model.compile.joined_products import joined
 from model.compile.piecewise import compile_piecewise
-from model.compile.traced_network import TracedNetwork, trace_network
+from model.compile.traced_network import Mixing, TracedNetwork, trace_network
 from tests.model.compile.test_piecewise import UNLIKE, agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
 from tests.model.few_rows_check import rotated, wanted
 from tests.model.networks import build
+from tests.model.tiny_configs import make_config
+from tests.model.walk import build_network
 
 STEPS = [(4, [0, 2, 3]), (2, [0, 1]), (4, [1]), (2, [0])]
 
@@ -159,6 +161,19 @@ def test_other_processes_compile_the_kernels_of_all_steps_of_few_tokens(monkeypa
 def test_a_network_without_large_weights_has_no_steps_of_its_own():
     traced = trace_network(switched(build("qwen3", 3)), CPU)
     assert not compile_piecewise(traced, "eager", Told().kernels).has_few_row_pieces
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV32Config", "GlmMoeDsaConfig"])
+def test_layers_whose_tokens_an_index_chooses_attend_as_they_did(kind):
+    config = make_config(kind, "")
+    config.index_topk, config.mlp_layer_types = 5, ["dense", "dense"]
+    traced = trace_network(switched(build_network(config, seed=0)), CPU)
+    told = Told()
+    few = TracedNetwork(fused(joined(traced.module), told.kernels), traced.terms)
+    with torch.no_grad():
+        wanted, got = (one.logits(*inputs(4, [0, 1, 3]), Mixing()) for one in (traced, few))
+    assert (wanted - got).abs().max() < 1e-4
+    assert told.asked
 
 
 def test_a_planted_wrong_half_is_seen():
