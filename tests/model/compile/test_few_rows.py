@@ -9,11 +9,13 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+import backends
 from model.compile import few_rows, piecewise
 from model.compile.few_rows import FEW_ROWS, Kernels, few_row_sizes, fuse_few_rows
 from model.compile.joined_products import joined
 from model.compile.piecewise import compile_piecewise
 from model.compile.traced_network import Mixing, TracedNetwork, trace_network
+from model.forward.network import PagedNetwork
 from tests.model.compile.test_piecewise import UNLIKE, agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
 from tests.model.few_rows_check import rotated, wanted
@@ -167,7 +169,9 @@ def test_a_network_without_large_weights_has_no_steps_of_its_own():
 def test_layers_whose_tokens_an_index_chooses_attend_as_they_did(kind):
     config = make_config(kind, "")
     config.index_topk, config.mlp_layer_types = 5, ["dense", "dense"]
-    traced = trace_network(switched(build_network(config, seed=0)), CPU)
+    model = build_network(config, seed=0)
+    PagedNetwork(model, backends.get_backend("numba"))  # it has our attention now
+    traced = trace_network(model.network, CPU)
     told = Told()
     few = TracedNetwork(fused(joined(traced.module), told.kernels), traced.terms)
     with torch.no_grad():
