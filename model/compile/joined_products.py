@@ -10,6 +10,7 @@ Does not know: layers, which kernel it is.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +168,7 @@ def join_expands(module: fx.GraphModule, expands: Expands) -> None:
         columns = getattr(module, str(parts[0].node.args[2].target)).shape[1]  # type: ignore[union-attr]
         follow = all(
             (after.start, after.inner_start) == (one.start + one.size, one.inner_start + columns)
-            for one, after in zip(parts, parts[1:], strict=False)
+            for one, after in pairwise(parts)
         )
         fits = follow and expands.fits([part.size for part in parts])
         for place, some in enumerate([parts] if fits else [[part] for part in found]):
@@ -242,7 +243,7 @@ def _join_norm(
     end, norm = norms[total]
     with graph.inserting_before(total):
         scale = graph.get_attr(str(norm.scale.target))
-        given = *call.args[:-1], residual, scale, norm.eps
+        given = *call.args, residual, scale, norm.eps
         both = graph.call_function(expands.expand_normed, given)
         both.meta = {"sized": {place + 1: size for place, size in total.meta["sized"].items()}}
         for place, node in enumerate((total, end)):

@@ -20,8 +20,9 @@ columns of one part. It goes through the columns of `inner` in chunks of up to 1
 those whose slots none of its rows has. Few columns are read at once, before the kernel waits for
 the product, as in `few_rows_kernels.py`. Sums are float32, and are rounded once.
 
-A row's bits do not depend on the other rows: zeros change no sum. A norm needs a whole row, or head: of few rows each has a program, which reads the
-second half of its slot, and what many rows add is added before. Bytes moved: the product and `out` once, the second halves once for 64 rows.
+A row's bits do not depend on the other rows: zeros change no sum. A norm needs a whole row, or
+head: of few rows each has a program, which reads the second half of its slot, and what many rows
+add is added before. Bytes moved: the product and `out` once, the second halves once for 64 rows.
 Sources: SGMV of Chen et al. 2023, "Punica"; the names shrink and expand are vLLM's.
 
 Does not know: which requests the rows belong to, which layer this is.
@@ -30,7 +31,7 @@ Does not know: which requests the rows belong to, which layer this is.
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,6 +59,21 @@ _NUMBERS = 16_384
 def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
     """A kernel, compiled once for all numbers of rows."""
     return triton.jit(function, do_not_specialize=["num_rows"])
+
+
+@_jit
+def _chunk(
+    total: tl.tensor, inner: tl.tensor, up: tl.tensor, slot: tl.tensor, lane: tl.tensor,
+    inside: tl.tensor, COLUMNS: tl.constexpr, RANK: tl.constexpr, WAITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Add a chunk of the inner product: of each row the columns of its slot."""
+    held = (lane < COLUMNS)[:, None] & inside[None, :]
+    weights = tl.load(up + lane[:, None], mask=held, other=0.0)
+    if WAITS:
+        gdc_wait()
+    own = ((lane // RANK)[None, :] == slot[:, None]) & (lane < COLUMNS)[None, :]
+    rows = tl.load(inner + lane[None, :], mask=own, other=0.0)
+    return tl.dot(rows, weights, total, input_precision="ieee")
 
 
 @_jit
@@ -91,25 +107,17 @@ def _expand(
     place = row.to(tl.int64)[:, None]
     part = (start >= first_end).to(tl.int32) + (start >= second_end) + (start >= third_end)
     slot = tl.load(slots + row * slot_stride, mask=there, other=-1).to(tl.int32)
-    inner_at = inner + place * inner_stride + part * COLUMNS
-    up_at = up + column.to(tl.int64)[None, :] * COLUMNS  # transposed
+    inner += place * inner_stride + part * COLUMNS
+    up += column.to(tl.int64)[None, :] * COLUMNS  # transposed
+    more = up + count.to(tl.int64) * COLUMNS
     total = tl.zeros([ROWS, TILE], tl.float32)
     total_up = total
     if COLUMNS <= CHUNK:
         lane = tl.arange(0, CHUNK)
-        held = (lane < COLUMNS)[:, None] & inside[None, :]
-        weights = tl.load(up_at + lane[:, None], mask=held, other=0.0)
-        weights_up = weights
+        total = _chunk(total, inner, up, slot, lane, inside, COLUMNS, RANK, OVERLAPS)
         if GATED:
-            weights_up = tl.load(up_at + count * COLUMNS + lane[:, None], mask=held, other=0.0)
-        if OVERLAPS:
-            gdc_wait()
-        own = ((lane // RANK)[None, :] == slot[:, None]) & (lane < COLUMNS)[None, :]
-        rows = tl.load(inner_at + lane[None, :], mask=own, other=0.0)
-        total = tl.dot(rows, weights, total, input_precision="ieee")
-        if GATED:
-            rows = tl.load(inner_at + COLUMNS + lane[None, :], mask=own, other=0.0)
-            total_up = tl.dot(rows, weights_up, total_up, input_precision="ieee")
+            inner += COLUMNS
+            total_up = _chunk(total_up, inner, more, slot, lane, inside, COLUMNS, RANK, WAITS=False)
     else:
         if OVERLAPS:
             gdc_wait()
@@ -117,133 +125,49 @@ def _expand(
             lane = begin + tl.arange(0, CHUNK)
             present = (slot >= begin // RANK) & (slot <= (begin + CHUNK - 1) // RANK)
             if tl.max(present.to(tl.int32), 0) > 0:
-                held = (lane < COLUMNS)[:, None] & inside[None, :]
-                own = ((lane // RANK)[None, :] == slot[:, None]) & (lane < COLUMNS)[None, :]
-                rows = tl.load(inner_at + lane[None, :], mask=own, other=0.0)
-                weights = tl.load(up_at + lane[:, None], mask=held, other=0.0)
-                total = tl.dot(rows, weights, total, input_precision="ieee")
+                total = _chunk(total, inner, up, slot, lane, inside, COLUMNS, RANK, WAITS=False)
                 if GATED:
-                    rows = tl.load(inner_at + COLUMNS + lane[None, :], mask=own, other=0.0)
-                    more = up_at + count * COLUMNS + lane[:, None]
-                    weights = tl.load(more, mask=held, other=0.0)
-                    total_up = tl.dot(rows, weights, total_up, input_precision="ieee")
+                    total_up = _chunk(
+                        total_up,
+                        inner + COLUMNS,
+                        more,
+                        slot,
+                        lane,
+                        inside,
+                        COLUMNS,
+                        RANK,
+                        WAITS=False,
+                    )
     wanted = there[:, None] & inside[None, :]
-    product_at = product + place * product_stride + column[None, :]
-    total += tl.load(product_at, mask=wanted, other=0.0).to(tl.float32)
+    product += place * product_stride + column[None, :]
+    total += tl.load(product, mask=wanted, other=0.0).to(tl.float32)
     if GATED:
-        total_up += tl.load(product_at + count, mask=wanted, other=0.0).to(tl.float32)
+        total_up += tl.load(product + count, mask=wanted, other=0.0).to(tl.float32)
         total = total / (1.0 + tl.exp(-total)) * total_up
     tl.store(out + place * count + column[None, :], total.to(out.dtype.element_ty), mask=wanted)
 
 
-def tile_of(sizes: Sequence[int], num_rows: int = _ROWS) -> int:
-    """The columns of a program for parts of these sizes; 0: they need a launch each. O(parts)."""
-    if len(sizes) == 1:
-        fitting: Sequence[int] = _WIDTHS
-    else:
-        fitting = [width for width in _WIDTHS if all(size % width == 0 for size in sizes)]
-    if not fitting or len(sizes) > _MOST_PARTS:
-        return 0
-    parts = max(1, num_rows // _ROWS)
-    return next((width for width in fitting if sum(sizes) // width * parts >= _PROGRAMS), fitting[-1])
-
-
-def expand(
-    product: Tensor,
-    inner: Tensor,
-    up: Tensor,
-    slots: Tensor,
-    rank: int,
-    sizes: Sequence[int],
-    *,
-    is_gated: bool = False,
-    tile: int | None = None,
-    at_once: int = _AT_ONCE,
-) -> Tensor:
-    """Add what the adapter of each row gives, see the module: [..., sum(sizes)]; one launch.
-
-    Args:
-        product: [..., sum(sizes)], its rows contiguous.
-        inner: [..., num_parts * num_slots * rank], the first halves of all slots for each row.
-        up: [sum(sizes), num_slots * rank], contiguous.
-        slots: int64 [num_rows], -1: no adapter; or one for all rows.
-        rank: the columns of a slot.
-        sizes: of the parts, for which `tile_of` has a tile.
-        is_gated: return `silu(first part) * second part`, two parts of one size.
-        tile: columns of a program; None: the best number.
-        at_once: the most columns of all slots that are read at once.
-    """
-    columns = up.shape[1]
-    rows, halves = (one.reshape(-1, one.shape[-1]) for one in (product, inner))
-    count = sum(sizes) // (2 if is_gated else 1)
-    out = product.new_empty((*product.shape[:-1], count))
-    if not len(rows):
-        return out
-    sizes = [count] if is_gated else sizes
-    tile = tile or tile_of(sizes, len(rows))
-    ends = [sum(sizes[: place + 1]) for place in range(3)]
-    chunk = max(16, triton.next_power_of_2(columns)) if columns <= at_once else _CHUNK
-    overlaps, options = _overlap(rows)
-    _expand[(triton.cdiv(count, tile), triton.cdiv(len(rows), _ROWS))](
-        rows, halves, up, slots.contiguous(), out, len(rows), rows.stride(0), halves.stride(0),
-        int(slots.numel() > 1), count, *ends, columns, rank, is_gated, _ROWS, tile, chunk,
-        overlaps, num_warps=4, **options,
-    )  # fmt: skip
-    return out
-
-
-def _overlap(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
-    """Whether a kernel starts while the previous one runs, and the launch options for that."""
-    overlaps = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-    return overlaps, {"launch_pdl": True} if overlaps else {}
-
-
-def expand_normed(
-    product: Tensor,
-    start: int,
-    inner: Tensor,
-    inner_start: int,
-    up: Tensor,
-    slots: Tensor,
-    rank: int,
-    residual: Tensor,
-    scale: Tensor,
-    eps: float,
-) -> Tensor:
-    """Two tensors in one, [2, ..., width]: the residual with what is added to it, and its norm.
-
-    One launch for few rows, and otherwise two.
-
-    Args:
-        product: [..., at least start + width].
-        start: the first column of the product.
-        inner: [..., at least inner_start + num_slots * rank].
-        inner_start: the first column of the first halves' product.
-        up: [width, num_slots * rank], contiguous.
-        slots: see `expand`.
-        rank: the columns of a slot.
-        residual: [..., width].
-        scale: [width], of the norm.
-        eps: of the norm.
-    """
-    width, columns = up.shape
-    inner, product = inner.narrow(-1, inner_start, columns), product.narrow(-1, start, width)
-    rows, halves = (one.reshape(-1, one.shape[-1]) for one in (product, inner))
-    out = product.new_empty((2, *product.shape[:-1], width))
-    if not len(rows):
-        return out
-    is_few = len(rows) <= _FEW
-    if not is_few:
-        rows = expand(rows, halves, up, slots, rank, [width])
-    lanes = triton.next_power_of_2(width)
-    step = min(triton.next_power_of_2(rank), max(1, _NUMBERS // lanes))
-    overlaps, options = _overlap(rows)
-    _expand_normed[(len(rows),)](
-        rows, halves, up, slots.contiguous(), residual.contiguous(), scale, out, len(rows),
-        rows.stride(0), halves.stride(0), int(slots.numel() > 1), eps, width, columns, rank, lanes,
-        step, is_few, overlaps, num_warps=8, **options,
-    )  # fmt: skip
-    return out
+@_jit
+def _of_slot(
+    inner: tl.tensor, up: tl.tensor, slot: tl.tensor, inside: tl.tensor,
+    RANK: tl.constexpr, STEP: tl.constexpr, WAITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return a row's inner product times the second half of its slot, a vector."""
+    place = tl.arange(0, STEP)
+    up = up[:, None] + slot * RANK + place[None, :]
+    inner += slot * RANK + place
+    held = (place < RANK) & (slot >= 0)
+    weights = tl.load(up, mask=held[None, :] & inside[:, None], other=0.0)
+    if WAITS:
+        gdc_wait()
+    rows = tl.load(inner, mask=held, other=0.0)
+    total = tl.sum(weights.to(tl.float32) * rows.to(tl.float32)[None, :], 1)
+    for begin in tl.static_range(STEP, RANK, STEP):
+        held = (begin + place < RANK) & (slot >= 0)
+        weights = tl.load(up + begin, mask=held[None, :] & inside[:, None], other=0.0)
+        rows = tl.load(inner + begin, mask=held, other=0.0)
+        total += tl.sum(weights.to(tl.float32) * rows.to(tl.float32)[None, :], 1)
+    return total
 
 
 @_jit
@@ -275,19 +199,8 @@ def _expand_normed(
     total = tl.zeros([LANES], tl.float32)
     if EXPANDS:
         slot = tl.load(slots + row * slot_stride).to(tl.int32)
-        inner += row * inner_stride + slot * RANK
-        place = tl.arange(0, STEP)
-        up_at = up + lane[:, None] * COLUMNS + slot * RANK + place[None, :]
-        held = (place < RANK) & (slot >= 0)
-        weights = tl.load(up_at, mask=held[None, :] & inside[:, None], other=0.0)
-        if OVERLAPS:
-            gdc_wait()
-        for begin in tl.static_range(0, RANK, STEP):
-            held = (begin + place < RANK) & (slot >= 0)
-            if begin > 0:
-                weights = tl.load(up_at + begin, mask=held[None, :] & inside[:, None], other=0.0)
-            rows = tl.load(inner + begin + place, mask=held, other=0.0).to(tl.float32)
-            total += tl.sum(weights.to(tl.float32) * rows[None, :], 1)
+        inner += row * inner_stride
+        total = _of_slot(inner, up + lane * COLUMNS, slot, inside, RANK, STEP, OVERLAPS)
     elif OVERLAPS:
         gdc_wait()
     total += tl.load(product + row * product_stride + lane, mask=inside, other=0.0).to(tl.float32)
@@ -340,23 +253,10 @@ def _expand_rotated(
     if EXPANDS:
         slot = tl.load(slots + row * slot_stride).to(tl.int32)
         part = (head >= Q_HEADS).to(tl.int32) + (head >= QK_HEADS)
-        inner += row * inner_stride + part * COLUMNS + slot * RANK
-        place = tl.arange(0, STEP)
-        up_at = up + (head * DIM + lane)[:, None] * COLUMNS + slot * RANK + place[None, :]
-        held = ((place < RANK) & (slot >= 0))[None, :] & inside[:, None]
-        weights = tl.load(up_at, mask=held, other=0.0)
-        more_weights = tl.load(up_at + HALF * COLUMNS, mask=held, other=0.0)
-        if OVERLAPS:
-            gdc_wait()
-        for begin in tl.static_range(0, RANK, STEP):
-            there = (begin + place < RANK) & (slot >= 0)
-            if begin > 0:
-                held = there[None, :] & inside[:, None]
-                weights = tl.load(up_at + begin, mask=held, other=0.0)
-                more_weights = tl.load(up_at + HALF * COLUMNS + begin, mask=held, other=0.0)
-            rows = tl.load(inner + begin + place, mask=there, other=0.0).to(tl.float32)[None, :]
-            low += tl.sum(weights.to(tl.float32) * rows, 1)
-            high += tl.sum(more_weights.to(tl.float32) * rows, 1)
+        inner += row * inner_stride + part * COLUMNS
+        up += (head * DIM + lane) * COLUMNS
+        low = _of_slot(inner, up, slot, inside, RANK, STEP, OVERLAPS)
+        high = _of_slot(inner, up + HALF * COLUMNS, slot, inside, RANK, STEP, WAITS=False)
     elif OVERLAPS:
         gdc_wait()
     at = product + row * product_stride + head * DIM + lane
@@ -372,6 +272,70 @@ def _expand_rotated(
     store_rotated(
         low, high, cos + turn, sin + turn, out + (row * HEADS + head) * DIM + lane, turned, HALF
     )
+
+
+def tile_of(sizes: Sequence[int], num_rows: int = _ROWS) -> int:
+    """The columns of a program for parts of these sizes; 0: they need a launch each. O(parts)."""
+    if len(sizes) == 1:
+        fitting: Sequence[int] = _WIDTHS
+    else:
+        fitting = [width for width in _WIDTHS if all(size % width == 0 for size in sizes)]
+    if not fitting or len(sizes) > _MOST_PARTS:
+        return 0
+    parts = max(1, num_rows // _ROWS)
+    return next(
+        (width for width in fitting if sum(sizes) // width * parts >= _PROGRAMS), fitting[-1]
+    )
+
+
+def expand(
+    product: Tensor,
+    inner: Tensor,
+    up: Tensor,
+    slots: Tensor,
+    rank: int,
+    sizes: Sequence[int],
+    *,
+    is_gated: bool = False,
+    tile: int | None = None,
+    at_once: int = _AT_ONCE,
+) -> Tensor:
+    """Add what the adapter of each row gives, see the module: [..., sum(sizes)]; one launch.
+
+    Args:
+        product: [..., sum(sizes)], its rows contiguous.
+        inner: [..., num_parts * num_slots * rank], the first halves of all slots for each row.
+        up: [sum(sizes), num_slots * rank], contiguous.
+        slots: int64 [num_rows], -1: no adapter; or one for all rows.
+        rank: the columns of a slot.
+        sizes: of the parts, for which `tile_of` has a tile.
+        is_gated: return `silu(first part) * second part`, two parts of one size.
+        tile: columns of a program; None: the best number.
+        at_once: the most columns of all slots that are read at once.
+    """
+    columns = up.shape[1]
+    rows, halves = (one.reshape(-1, one.shape[-1]) for one in (product, inner))
+    count = sum(sizes) // (2 if is_gated else 1)
+    out = product.new_empty((*product.shape[:-1], count))
+    if not len(rows):
+        return out
+    sizes = [count] if is_gated else sizes
+    tile = tile or tile_of(sizes, len(rows))
+    ends = [sum(sizes[: place + 1]) for place in range(3)]
+    chunk = max(16, triton.next_power_of_2(columns)) if columns <= at_once else _CHUNK
+    overlaps, options = _overlap(rows)
+    _expand[(triton.cdiv(count, tile), triton.cdiv(len(rows), _ROWS))](
+        rows, halves, up, slots.contiguous(), out, len(rows), rows.stride(0), halves.stride(0),
+        int(slots.numel() > 1), count, *ends, columns, rank, is_gated, _ROWS, tile, chunk,
+        overlaps, num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+def _overlap(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
+    """Whether a kernel starts while the previous one runs, and the launch options for that."""
+    overlaps = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return overlaps, {"launch_pdl": True} if overlaps else {}
 
 
 def fits(sizes: Sequence[int]) -> bool:
@@ -397,47 +361,77 @@ def expand_parts(
     return expand(product, inner, up, slots, rank, sizes, is_gated=is_gated)
 
 
-def attend_rotated(
-    call: Callable[[int, Tensor, Tensor, Tensor], Tensor],
-    layer: int,
-    product: Tensor,
-    start: int,
-    inner: Tensor,
-    inner_start: int,
-    up: Tensor,
-    slots: Tensor,
-    rank: int,
-    sizes: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    eps: float,
-    num_q_heads: int,
-    num_kv_heads: int,
-) -> Tensor:
-    """Attention of a layer over what `expand_parts` gives, normed and rotated: one launch before.
+class _Rows(NamedTuple):
+    """What the kernels for single rows are given of a product and of what is added to it."""
 
-    For many rows two. Arguments: see `expand_parts` and `few_rows_kernels.rotate`.
-    """
-    columns, dim = up.shape[1], cos.shape[-1]
-    inner = inner.narrow(-1, inner_start, 3 * columns)
-    product = product.narrow(-1, start, sum(sizes))
-    rows, halves = (one.reshape(-1, one.shape[-1]) for one in (product, inner))
+    rows: Tensor
+    halves: Tensor
+    up: Tensor
+    slots: Tensor
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of the rows, of the inner ones and of the slots. O(1)."""
+        return self.rows.stride(0), self.halves.stride(0), int(self.slots.numel() > 1)
+
+
+def _rows_of(
+    product: Tensor, start: int, inner: Tensor, inner_start: int, up: Tensor, slots: Tensor,
+    rank: int, sizes: Sequence[int],
+) -> tuple[_Rows, bool]:  # fmt: skip
+    """The rows, and True if the kernel adds what adapters add: to many rows it has been added."""
+    rows = product.narrow(-1, start, sum(sizes)).flatten(0, -2)
+    halves = inner.narrow(-1, inner_start, len(sizes) * up.shape[1]).flatten(0, -2)
     is_few = len(rows) <= _FEW
     if not is_few:
         rows = expand(rows, halves, up, slots, rank, sizes)
-    turned = num_q_heads + num_kv_heads
-    heads = turned + (num_kv_heads if is_few else 0)
+    return _Rows(rows, halves, up, slots.contiguous()), is_few
+
+
+def expand_normed(*given: Any) -> Tensor:  # noqa: ANN401  # see below
+    """Return [2, ..., width]: the residual with what `expand_parts` gives, and its norm.
+
+    One launch for few rows, and otherwise two.
+
+    Args:
+        given: what `expand_parts` is given, the residual [..., width], the scale of the norm
+            [width] and its eps.
+    """
+    *_, up, _, rank, (width,), residual, scale, eps = given
+    parts, expands = _rows_of(*given[:8])
+    out = parts.rows.new_empty((2, *residual.shape))
+    lanes = triton.next_power_of_2(width)
+    step = min(triton.next_power_of_2(rank), max(1, _NUMBERS // lanes))
+    overlaps, options = _overlap(out)
+    _expand_normed[(len(parts.rows),)](
+        *parts, residual.contiguous(), scale, out, len(parts.rows), *parts.strides, eps, width,
+        up.shape[1], rank, lanes, step, expands, overlaps, num_warps=8, **options,
+    )  # fmt: skip
+    return out
+
+
+def attend_rotated(
+    call: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+    layer: int,
+    *given: Any,  # noqa: ANN401  # those of `expand_parts`, and of `few_rows_kernels.rotate`
+) -> Tensor:
+    """Attention of a layer over what `expand_parts` gives, normed and rotated. O(rows).
+
+    One launch before it for few rows, and otherwise two.
+    """
+    *_, up, _, rank, _ = given[:8]
+    cos, sin, q_scale, k_scale, eps, num_q_heads, num_kv_heads = given[8:]
+    parts, expands = _rows_of(*given[:8])
+    rows, dim, turned = parts.rows, cos.shape[-1], num_q_heads + num_kv_heads
+    heads = turned + (num_kv_heads if expands else 0)
     out = rows.new_empty((len(rows), heads, dim))
     scales = [cos if one is None else one for one in (q_scale, k_scale)]
     overlaps, options = _overlap(rows)
     _expand_rotated[(len(rows), heads)](
-        rows, halves, up, slots.contiguous(), cos.contiguous(), sin.contiguous(), *scales, out,
-        rows.stride(0), halves.stride(0), int(slots.numel() > 1), eps, num_q_heads, turned, heads,
-        dim, dim // 2, triton.next_power_of_2(dim // 2), columns, rank,
-        min(16, triton.next_power_of_2(rank)), q_scale is not None, is_few, overlaps,
+        *parts, cos.contiguous(), sin.contiguous(), *scales, out, *parts.strides, eps, num_q_heads,
+        turned, heads, dim, dim // 2, triton.next_power_of_2(dim // 2), up.shape[1], rank,
+        min(16, triton.next_power_of_2(rank)), q_scale is not None, expands, overlaps,
         num_warps=1, **options,
     )  # fmt: skip
-    values = out[:, turned:] if is_few else rows[:, turned * dim :].view(-1, num_kv_heads, dim)
+    values = out[:, turned:] if expands else rows[:, turned * dim :].view(-1, num_kv_heads, dim)
     return call(layer, out[:, :num_q_heads], out[:, num_q_heads:turned], values)

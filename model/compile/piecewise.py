@@ -25,7 +25,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn

@@ -290,7 +290,7 @@ class PagedNetwork:
 
         Args:
             step: see `compile`.
-            few: see `compile`; with adapters it runs too, because few rows have kernels of their own.
+            few: see `compile`; with adapters it runs for the kernels of few rows.
             adapters: that the step has.
         """
         adapted = adapters is not None

@@ -113,9 +113,10 @@ def check_network(architecture, expands, device, dtype=torch.float32, counts=(7,
         with torch.no_grad():
             apart = (broken.logits(*given).float() - exact).norm() / exact.norm()
         assert apart > 2 * error, "found nothing of what was planted"
-    called = [node.target.__name__ for node in pieces.module.graph.nodes if node.target in expands[:3]]
+    nodes = pieces.module.graph.nodes
+    called = [node.target.__name__ for node in nodes if node.target in expands[:3]]
     kinds = ", ".join(f"{called.count(kind)} {kind}" for kind in sorted({*called}))
-    gated = [node for node in pieces.module.graph.nodes if "is_gated" in node.kwargs]
+    gated = [node for node in nodes if "is_gated" in node.kwargs]
     every = [*network.parameters(), *adapters.downs, *[h.up for h in adapters._halves.values()]]
     places = [one.untyped_storage() for one in (*pieces.module.parameters(), *every)]
     held = {place.data_ptr(): place.nbytes() for place in places}
