@@ -80,25 +80,28 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
         graph.erase_node(node)
 
 
-def _join_tensors(module: fx.GraphModule, parts: Sequence[Any], name: str) -> fx.Node:
+def _join_tensors(module: fx.GraphModule, parts: Sequence[Any], name: str, dim: int = 0) -> fx.Node:
     """A parameter with others one after another, which become views of it."""
     own = [getattr(module, part.target) for part in parts]
-    whole = nn.Parameter(laid_out([one.data for one in own]), requires_grad=False)
-    for one, part in zip(own, whole.data.split([len(one) for one in own]), strict=True):  # type: ignore[no-untyped-call]
+    whole = nn.Parameter(laid_out([one.data for one in own], dim), requires_grad=False)
+    sizes = [one.shape[dim] for one in own]
+    for one, part in zip(own, whole.data.split(sizes, dim), strict=True):  # type: ignore[no-untyped-call]
         one.data = part
     setattr(module, name, whole)
     return module.graph.get_attr(name)
 
 
-def laid_out(tensors: Sequence[Tensor]) -> Tensor:
+def laid_out(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Tensors one after another in one tensor: without a copy if they already lie so."""
     first = tensors[0]
     at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    size = [*first.shape]
+    size[dim] = sum([one.shape[dim] for one in tensors])
     for each in tensors:
-        if each.data_ptr() != at or each.untyped_storage().data_ptr() != storage:
-            return torch.cat([*tensors])
-        at += each.numel() * each.itemsize
-    size = (sum([len(each) for each in tensors]), *first.shape[1:])
+        place = each.data_ptr(), each.untyped_storage().data_ptr(), each.stride()
+        if place != (at, storage, first.stride()) or (dim and size[dim] > first.stride(0)):
+            return torch.cat([*tensors], dim)
+        at += each.shape[dim] * each.stride(dim) * each.itemsize
     return first.as_strided(size, first.stride(), first.storage_offset())
 
 
@@ -165,7 +168,7 @@ def join_expands(module: fx.GraphModule, expands: Expands) -> None:
             groups.setdefault(kind, []).append(part)
     for number, found in enumerate(groups.values()):
         parts = sorted(found, key=lambda part: part.start)
-        columns = getattr(module, str(parts[0].node.args[2].target)).shape[1]  # type: ignore[union-attr]
+        columns = len(getattr(module, str(parts[0].node.args[2].target)))  # type: ignore[union-attr]
         follow = all(
             (after.start, after.inner_start) == (one.start + one.size, one.inner_start + columns)
             for one, after in pairwise(parts)
@@ -207,7 +210,7 @@ def _join_parts(
     slots, rank = own[0].args[3:]
     sizes = tuple(part.size for part in parts)
     with graph.inserting_before(first):
-        up = _join_tensors(module, [node.args[2] for node in own], name)
+        up = _join_tensors(module, [node.args[2] for node in own], name, 1)
         given = parts[0].product, parts[0].start, parts[0].inner, parts[0].inner_start
         call = graph.call_function(expands.expand, (*given, up, slots, rank, sizes))
         call.meta = dict(own[0].meta)

@@ -3,12 +3,12 @@
 `expand`, for the parts of a product that are computed from one input (queries, keys and values;
 gate and up), each with an inner product and a second half:
 
-    out[r] = product[r] + inner[r, slot of r] @ up[:, slot of r].T        of each part
+    out[r] = product[r] + inner[r, slot of r] @ up[slot of r]             of each part
     out[r] = silu(gate[r]) * up[r]                                        if gated, of two parts
 
 `expand_normed`, for a product of one part that is added to the residual, which is normed then:
 
-    out[0, r] = residual[r] + product[r] + inner[r, slot of r] @ up[:, slot of r].T
+    out[0, r] = residual[r] + product[r] + inner[r, slot of r] @ up[slot of r]
     out[1, r] = out[0, r] / rms(out[0, r]) * scale
 
 `attend_rotated`, for queries, keys and values, which attention gets normed and rotated as by
@@ -63,31 +63,43 @@ def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
 
 @_jit
 def _chunk(
-    total: tl.tensor, inner: tl.tensor, up: tl.tensor, slot: tl.tensor, lane: tl.tensor,
-    inside: tl.tensor, COLUMNS: tl.constexpr, RANK: tl.constexpr, WAITS: tl.constexpr,
+    inner: tl.tensor, slot: tl.tensor, lane: tl.tensor, COLUMNS: tl.constexpr, RANK: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
-    """Add a chunk of the inner product: of each row the columns of its slot."""
-    held = (lane < COLUMNS)[:, None] & inside[None, :]
-    weights = tl.load(up + lane[:, None], mask=held, other=0.0)
-    if WAITS:
-        gdc_wait()
+    """Return a chunk of the inner product: of each row the columns of its slot, otherwise zeros."""
     own = ((lane // RANK)[None, :] == slot[:, None]) & (lane < COLUMNS)[None, :]
-    rows = tl.load(inner + lane[None, :], mask=own, other=0.0)
-    return tl.dot(rows, weights, total, input_precision="ieee")
+    return tl.load(inner + lane[None, :], mask=own, other=0.0)
+
+
+@_jit
+def _in_chunks(
+    total: tl.tensor, inner: tl.tensor, up: tl.tensor, up_stride: tl.tensor, slot: tl.tensor,
+    inside: tl.tensor, COLUMNS: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Add the products of all chunks whose slots some row has."""
+    for begin in range(0, COLUMNS, CHUNK):
+        present = (slot >= begin // RANK) & (slot <= (begin + CHUNK - 1) // RANK)
+        if tl.max(present.to(tl.int32), 0) > 0:
+            lane = begin + tl.arange(0, CHUNK)
+            held = (lane < COLUMNS)[:, None] & inside[None, :]
+            weights = tl.load(up + begin * up_stride, mask=held, other=0.0)
+            rows = _chunk(inner, slot, lane, COLUMNS, RANK)
+            total = tl.dot(rows, weights, total, input_precision="ieee")
+    return total
 
 
 @_jit
 def _expand(
     product: tl.tensor,  # [num_rows, product_stride]
     inner: tl.tensor,  # [num_rows, inner_stride]
-    up: tl.tensor,  # [count, COLUMNS], twice as many rows if GATED
+    up: tl.tensor,  # [COLUMNS, up_stride]
     slots: tl.tensor,  # [num_rows], or one for all
     out: tl.tensor,  # [num_rows, count], written
     num_rows: tl.tensor,
     product_stride: tl.tensor,
     inner_stride: tl.tensor,
+    up_stride: tl.tensor,
     slot_stride: tl.tensor,
-    count: tl.tensor,
+    count: tl.tensor,  # of columns; half of those of the product if GATED
     first_end: tl.tensor,  # of the first part; count if it is the last
     second_end: tl.tensor,
     third_end: tl.tensor,
@@ -108,65 +120,55 @@ def _expand(
     part = (start >= first_end).to(tl.int32) + (start >= second_end) + (start >= third_end)
     slot = tl.load(slots + row * slot_stride, mask=there, other=-1).to(tl.int32)
     inner += place * inner_stride + part * COLUMNS
-    up += column.to(tl.int64)[None, :] * COLUMNS  # transposed
-    more = up + count.to(tl.int64) * COLUMNS
-    total = tl.zeros([ROWS, TILE], tl.float32)
-    total_up = total
+    lane = tl.arange(0, CHUNK)
+    up += lane[:, None] * up_stride + column[None, :]
+    weights = tl.zeros([CHUNK, TILE], up.dtype.element_ty)
+    weights_up = weights
     if COLUMNS <= CHUNK:
-        lane = tl.arange(0, CHUNK)
-        total = _chunk(total, inner, up, slot, lane, inside, COLUMNS, RANK, OVERLAPS)
+        held = (lane < COLUMNS)[:, None] & inside[None, :]
+        weights = tl.load(up, mask=held, other=0.0)
         if GATED:
-            inner += COLUMNS
-            total_up = _chunk(total_up, inner, more, slot, lane, inside, COLUMNS, RANK, WAITS=False)
-    else:
-        if OVERLAPS:
-            gdc_wait()
-        for begin in range(0, COLUMNS, CHUNK):
-            lane = begin + tl.arange(0, CHUNK)
-            present = (slot >= begin // RANK) & (slot <= (begin + CHUNK - 1) // RANK)
-            if tl.max(present.to(tl.int32), 0) > 0:
-                total = _chunk(total, inner, up, slot, lane, inside, COLUMNS, RANK, WAITS=False)
-                if GATED:
-                    total_up = _chunk(
-                        total_up,
-                        inner + COLUMNS,
-                        more,
-                        slot,
-                        lane,
-                        inside,
-                        COLUMNS,
-                        RANK,
-                        WAITS=False,
-                    )
+            weights_up = tl.load(up + count, mask=held, other=0.0)
+    if OVERLAPS:
+        gdc_wait()
     wanted = there[:, None] & inside[None, :]
     product += place * product_stride + column[None, :]
-    total += tl.load(product, mask=wanted, other=0.0).to(tl.float32)
+    total = tl.load(product, mask=wanted, other=0.0).to(tl.float32)
+    total_up = total
     if GATED:
-        total_up += tl.load(product + count, mask=wanted, other=0.0).to(tl.float32)
+        total_up = tl.load(product + count, mask=wanted, other=0.0).to(tl.float32)
+    if COLUMNS <= CHUNK:
+        rows = _chunk(inner, slot, lane, COLUMNS, RANK)
+        total = tl.dot(rows, weights, total, input_precision="ieee")
+        if GATED:
+            rows = _chunk(inner + COLUMNS, slot, lane, COLUMNS, RANK)
+            total_up = tl.dot(rows, weights_up, total_up, input_precision="ieee")
+    else:
+        total = _in_chunks(total, inner, up, up_stride, slot, inside, COLUMNS, RANK, CHUNK)
+        if GATED:
+            inner, up = inner + COLUMNS, up + count
+            total_up = _in_chunks(
+                total_up, inner, up, up_stride, slot, inside, COLUMNS, RANK, CHUNK
+            )
+    if GATED:
         total = total / (1.0 + tl.exp(-total)) * total_up
     tl.store(out + place * count + column[None, :], total.to(out.dtype.element_ty), mask=wanted)
 
 
 @_jit
 def _of_slot(
-    inner: tl.tensor, up: tl.tensor, slot: tl.tensor, inside: tl.tensor,
-    RANK: tl.constexpr, STEP: tl.constexpr, WAITS: tl.constexpr,
+    inner: tl.tensor, up: tl.tensor, up_stride: tl.tensor, slot: tl.tensor, inside: tl.tensor,
+    total: tl.tensor, weights: tl.tensor, RANK: tl.constexpr, STEP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return a row's inner product times the second half of its slot, a vector."""
+    """Add a row's inner product times the second half of its slot; `weights` are the first ones."""
     place = tl.arange(0, STEP)
-    up = up[:, None] + slot * RANK + place[None, :]
-    inner += slot * RANK + place
-    held = (place < RANK) & (slot >= 0)
-    weights = tl.load(up, mask=held[None, :] & inside[:, None], other=0.0)
-    if WAITS:
-        gdc_wait()
-    rows = tl.load(inner, mask=held, other=0.0)
-    total = tl.sum(weights.to(tl.float32) * rows.to(tl.float32)[None, :], 1)
-    for begin in tl.static_range(STEP, RANK, STEP):
+    for begin in tl.static_range(0, RANK, STEP):
         held = (begin + place < RANK) & (slot >= 0)
-        weights = tl.load(up + begin, mask=held[None, :] & inside[:, None], other=0.0)
-        rows = tl.load(inner + begin, mask=held, other=0.0)
-        total += tl.sum(weights.to(tl.float32) * rows.to(tl.float32)[None, :], 1)
+        if begin > 0:
+            at = up + (slot * RANK + begin + place)[:, None] * up_stride
+            weights = tl.load(at, mask=held[:, None] & inside[None, :], other=0.0)
+        rows = tl.load(inner + slot * RANK + begin + place, mask=held, other=0.0)
+        total += tl.sum(weights.to(tl.float32) * rows.to(tl.float32)[:, None], 0)
     return total
 
 
@@ -174,7 +176,7 @@ def _of_slot(
 def _expand_normed(
     product: tl.tensor,  # [num_rows, product_stride]
     inner: tl.tensor,  # [num_rows, inner_stride], if EXPANDS
-    up: tl.tensor,  # [WIDTH, COLUMNS], if EXPANDS
+    up: tl.tensor,  # [slots * RANK, up_stride], if EXPANDS
     slots: tl.tensor,  # [num_rows], or one for all, if EXPANDS
     residual: tl.tensor,  # [num_rows, WIDTH]
     scale: tl.tensor,  # [WIDTH]
@@ -182,10 +184,10 @@ def _expand_normed(
     num_rows: tl.tensor,
     product_stride: tl.tensor,
     inner_stride: tl.tensor,
+    up_stride: tl.tensor,
     slot_stride: tl.tensor,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     LANES: tl.constexpr,  # a power of two, at least WIDTH
     STEP: tl.constexpr,  # of RANK, a power of two
@@ -196,15 +198,21 @@ def _expand_normed(
     lane = tl.arange(0, LANES)
     inside = lane < WIDTH
     factor = tl.load(scale + lane, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([LANES], tl.float32)
+    slot = tl.zeros([], tl.int32)
+    place = tl.arange(0, STEP)
+    weights = tl.zeros([STEP, LANES], up.dtype.element_ty)
+    up += lane[None, :]
     if EXPANDS:
         slot = tl.load(slots + row * slot_stride).to(tl.int32)
-        inner += row * inner_stride
-        total = _of_slot(inner, up + lane * COLUMNS, slot, inside, RANK, STEP, OVERLAPS)
-    elif OVERLAPS:
+        held = ((place < RANK) & (slot >= 0))[:, None] & inside[None, :]
+        weights = tl.load(up + (slot * RANK + place)[:, None] * up_stride, mask=held, other=0.0)
+    if OVERLAPS:
         gdc_wait()
-    total += tl.load(product + row * product_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(product + row * product_stride + lane, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(residual + row * WIDTH + lane, mask=inside, other=0.0).to(tl.float32)
+    if EXPANDS:
+        inner += row * inner_stride
+        total = _of_slot(inner, up, up_stride, slot, inside, total, weights, RANK, STEP)
     rounded = total.to(out.dtype.element_ty)
     to = out + row * WIDTH + lane
     tl.store(to, rounded, mask=inside)
@@ -218,7 +226,7 @@ def _expand_normed(
 def _expand_rotated(
     product: tl.tensor,  # [num_rows, product_stride]
     inner: tl.tensor,  # [num_rows, inner_stride], if EXPANDS
-    up: tl.tensor,  # [heads * DIM, COLUMNS], if EXPANDS
+    up: tl.tensor,  # [COLUMNS, up_stride], if EXPANDS
     slots: tl.tensor,  # [num_rows], or one for all, if EXPANDS
     cos: tl.tensor,  # [num_rows, DIM]
     sin: tl.tensor,  # [num_rows, DIM]
@@ -227,6 +235,7 @@ def _expand_rotated(
     out: tl.tensor,  # [num_rows, heads, DIM], written
     product_stride: tl.tensor,
     inner_stride: tl.tensor,
+    up_stride: tl.tensor,
     slot_stride: tl.tensor,
     EPS: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -248,20 +257,27 @@ def _expand_rotated(
     scale = q_scale
     if head >= Q_HEADS:
         scale = k_scale
-    low = tl.zeros([WIDTH], tl.float32)
-    high = low
+    slot = tl.zeros([], tl.int32)
+    place = tl.arange(0, STEP)
+    weights = tl.zeros([STEP, WIDTH], up.dtype.element_ty)
+    more = weights
+    up += (head * DIM + lane)[None, :]
     if EXPANDS:
         slot = tl.load(slots + row * slot_stride).to(tl.int32)
-        part = (head >= Q_HEADS).to(tl.int32) + (head >= QK_HEADS)
-        inner += row * inner_stride + part * COLUMNS
-        up += (head * DIM + lane) * COLUMNS
-        low = _of_slot(inner, up, slot, inside, RANK, STEP, OVERLAPS)
-        high = _of_slot(inner, up + HALF * COLUMNS, slot, inside, RANK, STEP, WAITS=False)
-    elif OVERLAPS:
+        held = ((place < RANK) & (slot >= 0))[:, None] & inside[None, :]
+        at = up + (slot * RANK + place)[:, None] * up_stride
+        weights = tl.load(at, mask=held, other=0.0)
+        more = tl.load(at + HALF, mask=held, other=0.0)
+    if OVERLAPS:
         gdc_wait()
     at = product + row * product_stride + head * DIM + lane
-    low += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    high += tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if EXPANDS:
+        part = (head >= Q_HEADS).to(tl.int32) + (head >= QK_HEADS)
+        inner += row * inner_stride + part * COLUMNS
+        low = _of_slot(inner, up, up_stride, slot, inside, low, weights, RANK, STEP)
+        high = _of_slot(inner, up + HALF, up_stride, slot, inside, high, more, RANK, STEP)
     turned = inside & (head < QK_HEADS)
     if NORMED:
         squares = tl.sum(low * low, 0) + tl.sum(high * high, 0)
@@ -305,7 +321,7 @@ def expand(
     Args:
         product: [..., sum(sizes)], its rows contiguous.
         inner: [..., num_parts * num_slots * rank], the first halves of all slots for each row.
-        up: [sum(sizes), num_slots * rank], contiguous.
+        up: [num_slots * rank, sum(sizes)], its rows contiguous.
         slots: int64 [num_rows], -1: no adapter; or one for all rows.
         rank: the columns of a slot.
         sizes: of the parts, for which `tile_of` has a tile.
@@ -313,7 +329,7 @@ def expand(
         tile: columns of a program; None: the best number.
         at_once: the most columns of all slots that are read at once.
     """
-    columns = up.shape[1]
+    columns = up.shape[0]
     rows, halves = (one.reshape(-1, one.shape[-1]) for one in (product, inner))
     count = sum(sizes) // (2 if is_gated else 1)
     out = product.new_empty((*product.shape[:-1], count))
@@ -326,8 +342,8 @@ def expand(
     overlaps, options = _overlap(rows)
     _expand[(triton.cdiv(count, tile), triton.cdiv(len(rows), _ROWS))](
         rows, halves, up, slots.contiguous(), out, len(rows), rows.stride(0), halves.stride(0),
-        int(slots.numel() > 1), count, *ends, columns, rank, is_gated, _ROWS, tile, chunk,
-        overlaps, num_warps=4, **options,
+        up.stride(0), int(slots.numel() > 1), count, *ends, columns, rank, is_gated, _ROWS, tile,
+        chunk, overlaps, num_warps=4, **options,
     )  # fmt: skip
     return out
 
@@ -356,7 +372,7 @@ def expand_parts(
     is_gated: bool = False,
 ) -> Tensor:
     """As `expand`, for columns of a product, and of an inner one, that have others; one launch."""
-    inner = inner.narrow(-1, inner_start, len(sizes) * up.shape[1])
+    inner = inner.narrow(-1, inner_start, len(sizes) * up.shape[0])
     product = product.narrow(-1, start, sum(sizes))
     return expand(product, inner, up, slots, rank, sizes, is_gated=is_gated)
 
@@ -370,9 +386,10 @@ class _Rows(NamedTuple):
     slots: Tensor
 
     @property
-    def strides(self) -> tuple[int, int, int]:
-        """Of the rows, of the inner ones and of the slots. O(1)."""
-        return self.rows.stride(0), self.halves.stride(0), int(self.slots.numel() > 1)
+    def strides(self) -> tuple[int, ...]:
+        """Of the rows, the inner ones, the second halves and the slots. O(1)."""
+        rows = [one.stride(0) for one in (self.rows, self.halves, self.up)]
+        return *rows, int(self.slots.numel() > 1)
 
 
 def _rows_of(
@@ -381,7 +398,7 @@ def _rows_of(
 ) -> tuple[_Rows, bool]:  # fmt: skip
     """The rows, and True if the kernel adds what adapters add: to many rows it has been added."""
     rows = product.narrow(-1, start, sum(sizes)).flatten(0, -2)
-    halves = inner.narrow(-1, inner_start, len(sizes) * up.shape[1]).flatten(0, -2)
+    halves = inner.narrow(-1, inner_start, len(sizes) * up.shape[0]).flatten(0, -2)
     is_few = len(rows) <= _FEW
     if not is_few:
         rows = expand(rows, halves, up, slots, rank, sizes)
@@ -397,7 +414,7 @@ def expand_normed(*given: Any) -> Tensor:  # noqa: ANN401  # see below
         given: what `expand_parts` is given, the residual [..., width], the scale of the norm
             [width] and its eps.
     """
-    *_, up, _, rank, (width,), residual, scale, eps = given
+    *_, rank, (width,), residual, scale, eps = given
     parts, expands = _rows_of(*given[:8])
     out = parts.rows.new_empty((2, *residual.shape))
     lanes = triton.next_power_of_2(width)
@@ -405,7 +422,7 @@ def expand_normed(*given: Any) -> Tensor:  # noqa: ANN401  # see below
     overlaps, options = _overlap(out)
     _expand_normed[(len(parts.rows),)](
         *parts, residual.contiguous(), scale, out, len(parts.rows), *parts.strides, eps, width,
-        up.shape[1], rank, lanes, step, expands, overlaps, num_warps=8, **options,
+        rank, lanes, step, expands, overlaps, num_warps=max(1, min(8, lanes // 256)), **options,
     )  # fmt: skip
     return out
 
@@ -429,7 +446,7 @@ def attend_rotated(
     overlaps, options = _overlap(rows)
     _expand_rotated[(len(rows), heads)](
         *parts, cos.contiguous(), sin.contiguous(), *scales, out, *parts.strides, eps, num_q_heads,
-        turned, heads, dim, dim // 2, triton.next_power_of_2(dim // 2), up.shape[1], rank,
+        turned, heads, dim, dim // 2, triton.next_power_of_2(dim // 2), up.shape[0], rank,
         min(16, triton.next_power_of_2(rank)), q_scale is not None, expands, overlaps,
         num_warps=1, **options,
     )  # fmt: skip

@@ -72,15 +72,15 @@ _PLAIN = {  # what another value would change the product by
 
 def _expand(product: Tensor, inner: Tensor, up: Tensor, slots: Tensor, rank: int) -> Tensor:
     """The product and, of each row's slot, the columns of `inner` times those of `up`."""
-    others = slots[..., None] != torch.arange(up.shape[1], device=slots.device) // rank
-    return product + inner.masked_fill(others, 0) @ up.T
+    others = slots[..., None] != torch.arange(len(up), device=slots.device) // rank
+    return product + inner.masked_fill(others, 0) @ up
 
 
 def _expand_in_tiles(
     product: Tensor, inner: Tensor, up: Tensor, slots: Tensor, rank: int
 ) -> Tensor:
     expand = model.compile.lora_kernels.expand
-    added: Tensor = expand(product, inner, up, slots, rank, [up.shape[0]])
+    added: Tensor = expand(product, inner, up, slots, rank, [up.shape[1]])
     return added
 
 
@@ -322,7 +322,7 @@ class _Halves:
 
     Attributes:
         down: [num_slots * rank, in_features].
-        up: [out_features, num_slots * rank].
+        up: [num_slots * rank, out_features].
     """
 
     down: nn.Parameter
@@ -336,17 +336,18 @@ class _Halves:
         zeros = partial(torch.zeros, dtype=dtype, device=layer.weight.device)
         halves = zeros((columns, layer.in_features)), zeros((layer.out_features, columns))
         halves = halves if cut is None else cut(*halves)
-        return cls(*[nn.Parameter(half, requires_grad=False) for half in halves])
+        down, up = halves[0], halves[1].T.contiguous()
+        return cls(*[nn.Parameter(half, requires_grad=False) for half in (down, up)])
 
     def write(self, columns: slice, product: Product | None) -> None:
         """Overwrite the product of a slot; None: it has none."""
-        down, up = self.down.data[columns], self.up.data[:, columns]
+        down, up = self.down.data[columns], self.up.data[columns]
         down.zero_()
         up.zero_()
         if product is not None:
             rank = len(product.down)
             down[:rank].copy_(product.down)
-            up[:, :rank].copy_(product.up)
+            up[:rank].copy_(product.up.T)
 
 
 class Adapters:
@@ -557,7 +558,7 @@ class Adapters:
         products = {}
         for path, halves in self._halves.items():
             down = halves.down.data[: self._rank]
-            up = halves.up.data[:, : self._rank]
+            up = halves.up.data[: self._rank].T
             products[path] = Product(_noise(down), _noise(up))
         for slot in free:
             self._write(slot, products)

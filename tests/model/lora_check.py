@@ -38,12 +38,12 @@ SHAPES = (  # rank, slots, sizes of parts, rows, the most columns at once
 
 def wanted(product, inner, up, slots, rank, sizes, *, is_gated):
     """What `expand` gives, from operators."""
-    columns = up.shape[1]
+    columns = len(up)
     own = slots[:, None] == torch.arange(columns) // rank
     out, start = product.clone(), 0
     for part, size in enumerate(sizes):
         chosen = inner[..., part * columns : (part + 1) * columns].masked_fill(~own, 0)
-        out[..., start : start + size] += chosen @ up[start : start + size].T
+        out[..., start : start + size] += chosen @ up[:, start : start + size]
         start += size
     if is_gated:
         gate, value = out.chunk(2, -1)
@@ -64,7 +64,7 @@ def check(device, dtypes, run=expand):
         assert fits(sizes)
         wide = (torch.randn(1, rows, 5 + sum(sizes)) * 3).to(dtype)
         halves = torch.randn(1, rows, len(sizes) * columns + 3).to(dtype)
-        up = (torch.randn(sum(sizes), columns) / rank**0.5).to(dtype)
+        up = (torch.randn(columns, sum(sizes)) / rank**0.5).to(dtype)
         slots = torch.randint(-1, num_slots, (rows,))
         halves[:, slots < 0] = float("nan")  # of a row without an adapter nothing is read
         for is_gated in (False, True)[: 1 + (len({*sizes}) == 1 and len(sizes) == 2)]:
@@ -126,7 +126,9 @@ def check_network(architecture, expands, device, dtype=torch.float32, counts=(7,
 
 def of_the_parts_turned(product, start, inner, inner_start, up, slots, rank, sizes, **how):
     """Planted: the second half of another part."""
-    return expand_parts(product, start, inner, inner_start, up.flip(0), slots, rank, sizes, **how)
+    return expand_parts(
+        product, start, inner, inner_start, up.flip(1).contiguous(), slots, rank, sizes, **how
+    )
 
 
 def main():

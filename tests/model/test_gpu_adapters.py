@@ -15,11 +15,12 @@ from model.forward.cuda_graphs import CudaGraphs
 from model.load.loader import wrap_network
 from tests.model import lora_check
 from tests.model.networks import ByteCodec, build, random_adapter
-from tests.model.test_gpu import PROMPTS, compilations
+from tests.model.test_gpu import OF_THE_COMPILER, PROMPTS, compilations
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    OF_THE_COMPILER,
 ]
 
 NAMES = (None, "a", "b", "a", None, "b")
