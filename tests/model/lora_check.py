@@ -101,7 +101,8 @@ def check_network(architecture, expands, device, dtype=torch.float32, counts=(7,
         plain = compile_piecewise(trace_network(network, device), "eager")
         for count in counts:
             ids = torch.arange(count, device=device)[None] * 7 % 320
-            given = ids, ids * 3 % 37, ids[0, :3] * 0 + count - 1, Mixing(), None, ids[0] % 3 - 1
+            last, slots = ids[0, :3] * 0 + count - 1, (count - torch.arange(count)) % 3 - 1
+            given = ids, ids * 3 % 37, last, Mixing(), None, slots.to(device)
             with torch.no_grad():
                 got, exact = pieces.logits(*given).float(), traced.logits(*given).float()
                 error = (got - exact).norm() / exact.norm()
