@@ -122,7 +122,7 @@ def fuse_few_rows(
 
 
 def attentions(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of attention. O(nodes)."""
+    """Return the calls of attention. O(nodes)."""
     calls = [node for node in graph.nodes if _is_call(node, operator.call)]
     return [node for node in calls if node.args[1] >= 0]  # the others are of states
 
@@ -260,10 +260,10 @@ class Rotation(NamedTuple):
 
 
 def rotation_of(module: fx.GraphModule, call: fx.Node) -> Rotation | None:
-    """What happens to queries and keys between one product and a call of attention. O(1).
+    """Return the rotation of queries and keys between one product and a call of attention. O(1).
 
     Returns:
-        None: something else does.
+        None: they are not rotated, or something else is done to them.
     """
     if len(call.args) != 5:  # tokens that an index chooses
         return None

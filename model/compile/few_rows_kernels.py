@@ -213,7 +213,7 @@ def multiply(
     width, count = weight.shape[1], weight.shape[0] // (2 if is_gated else 1)
     rows = x.numel() // width
     cut = cut or _cut_of(width, count, is_gated=is_gated)
-    overlaps, options = _overlap(x, overlapping=overlapping)
+    overlaps, options = overlap(x, overlapping=overlapping)
     out = torch.empty((1, rows, count), dtype=x.dtype, device=x.device)
     tensors = [x.contiguous(), weight] + [x if one is None else one for one in (scale, bias)]
     tensors += [x if residual is None else residual.contiguous(), out]
@@ -274,8 +274,8 @@ def _launch_alone(
     _launch(name, grid, *values, **options)
 
 
-def _overlap(tensor: Tensor, *, overlapping: bool | None) -> tuple[bool, dict[str, Any]]:
-    """Whether a kernel starts while the previous one runs, and the launch options for that."""
+def overlap(tensor: Tensor, *, overlapping: bool | None = None) -> tuple[bool, dict[str, Any]]:
+    """Return whether a kernel starts while the previous one runs, and the launch options for it."""
     if overlapping is None:
         overlapping = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
     return overlapping, {"launch_pdl": True} if overlapping else {}
@@ -376,7 +376,7 @@ def rotate(
     """
     num_tokens, dim = product.shape[1], cos.shape[-1]
     heads = num_q_heads + num_kv_heads
-    overlaps, options = _overlap(product, overlapping=overlapping)
+    overlaps, options = overlap(product, overlapping=overlapping)
     out = torch.empty((num_tokens, heads, dim), dtype=product.dtype, device=product.device)
     scales = [cos if one is None else one for one in (q_scale, k_scale)]
     _launch(

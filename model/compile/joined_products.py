@@ -30,7 +30,7 @@ from model.compile.few_rows import (
 
 
 def joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.GraphModule:
-    """A copy in which the products of one input are one product."""
+    """Return a copy in which the products of one input are one product. O(nodes)."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in source.graph.nodes:
@@ -56,7 +56,7 @@ def joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.GraphM
 
 
 def _is_product(target: object) -> bool:
-    """Whether it multiplies rows with a weight; batch-invariant mode has its own operator."""
+    """Return True if it multiplies rows with a weight; in batch-invariant mode too."""
     return target is nn.functional.linear or str(target) == "kvcore_rows.multiply.default"
 
 
@@ -81,7 +81,7 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
 
 
 def _join_tensors(module: fx.GraphModule, parts: Sequence[Any], name: str, dim: int = 0) -> fx.Node:
-    """A parameter with others one after another, which become views of it."""
+    """Return a parameter with others one after another, which become views of it."""
     own = [getattr(module, part.target) for part in parts]
     whole = nn.Parameter(laid_out([one.data for one in own], dim), requires_grad=False)
     sizes = [one.shape[dim] for one in own]
@@ -92,7 +92,7 @@ def _join_tensors(module: fx.GraphModule, parts: Sequence[Any], name: str, dim: 
 
 
 def laid_out(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Tensors one after another in one tensor: without a copy if they already lie so."""
+    """Return tensors one after another in one tensor: without a copy if they already lie so."""
     first = tensors[0]
     at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     size = [*first.shape]
@@ -122,7 +122,7 @@ class Expands(NamedTuple):
 
 
 def expands_for(device: torch.device) -> Expands | None:
-    """The functions for a device, imported on first use; None: there are none."""
+    """Return the functions for a device, imported on first use; None: there are none."""
     if device.type != "cuda":
         return None
     kernels = model.compile.lora_kernels
@@ -193,7 +193,7 @@ def _part_of(node: fx.Node) -> _Part:
 
 
 def _source(node: Any) -> tuple[fx.Node, int]:  # noqa: ANN401
-    """The tensor that a node is a part of, and its first column there."""
+    """Return the tensor that a node is a part of, and its first column there."""
     is_part = node.target is torch.narrow and node.args[1] == -1
     return (node.args[0], node.args[2]) if is_part else (node, 0)
 

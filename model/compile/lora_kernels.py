@@ -20,9 +20,10 @@ columns of one part. It goes through the columns of `inner` in chunks of up to 1
 those whose slots none of its rows has. Few columns are read at once, before the kernel waits for
 the product, as in `few_rows_kernels.py`. Sums are float32, and are rounded once.
 
-A row's bits do not depend on the other rows: zeros change no sum. A norm needs a whole row, or
-head: of few rows each has a program, which reads the second half of its slot, and what many rows
-add is added before. Bytes moved: the product and `out` once, the second halves once for 64 rows.
+In tiles of a width a row's bits do not depend on the other rows: zeros change no sum. A norm needs
+a whole row, or head: of few rows each has a program, which reads the second half of its slot, and
+what many rows add is added before. Bytes moved: the product and `out` once, the second halves once
+for 64 rows.
 Sources: SGMV of Chen et al. 2023, "Punica"; the names shrink and expand are vLLM's.
 
 Does not know: which requests the rows belong to, which layer this is.
@@ -33,13 +34,12 @@ Does not know: which requests the rows belong to, which layer this is.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from model.compile.few_rows_kernels import store_rotated
+from model.compile.few_rows_kernels import overlap, store_rotated
 
 _ROWS = 64
 """Of a tile: the fewest of Hopper's matrix instruction."""
@@ -326,7 +326,7 @@ def expand(
         rank: the columns of a slot.
         sizes: of the parts, for which `tile_of` has a tile.
         is_gated: return `silu(first part) * second part`, two parts of one size.
-        tile: columns of a program; None: the best number.
+        tile: columns of a program; None: the best number, which depends on that of the rows.
         at_once: the most columns of all slots that are read at once.
     """
     columns = up.shape[0]
@@ -339,19 +339,13 @@ def expand(
     tile = tile or tile_of(sizes, len(rows))
     ends = [sum(sizes[: place + 1]) for place in range(3)]
     chunk = max(16, triton.next_power_of_2(columns)) if columns <= at_once else _CHUNK
-    overlaps, options = _overlap(rows)
+    overlaps, options = overlap(rows)
     _expand[(triton.cdiv(count, tile), triton.cdiv(len(rows), _ROWS))](
         rows, halves, up, slots.contiguous(), out, len(rows), rows.stride(0), halves.stride(0),
         up.stride(0), int(slots.numel() > 1), count, *ends, columns, rank, is_gated, _ROWS, tile,
         chunk, overlaps, num_warps=4, **options,
     )  # fmt: skip
     return out
-
-
-def _overlap(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
-    """Whether a kernel starts while the previous one runs, and the launch options for that."""
-    overlaps = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-    return overlaps, {"launch_pdl": True} if overlaps else {}
 
 
 def fits(sizes: Sequence[int]) -> bool:
@@ -387,7 +381,7 @@ class _Rows(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the rows, the inner ones, the second halves and the slots. O(1)."""
+        """The strides of the rows, the inner ones, the second halves and the slots. O(1)."""
         rows = [one.stride(0) for one in (self.rows, self.halves, self.up)]
         return *rows, int(self.slots.numel() > 1)
 
@@ -396,7 +390,7 @@ def _rows_of(
     product: Tensor, start: int, inner: Tensor, inner_start: int, up: Tensor, slots: Tensor,
     rank: int, sizes: Sequence[int],
 ) -> tuple[_Rows, bool]:  # fmt: skip
-    """The rows, and True if the kernel adds what adapters add: to many rows it has been added."""
+    """Return the rows, and True if the kernel adds what adapters add: to many rows it was added."""
     rows = product.narrow(-1, start, sum(sizes)).flatten(0, -2)
     halves = inner.narrow(-1, inner_start, len(sizes) * up.shape[0]).flatten(0, -2)
     is_few = len(rows) <= _FEW
@@ -419,7 +413,7 @@ def expand_normed(*given: Any) -> Tensor:  # noqa: ANN401  # see below
     out = parts.rows.new_empty((2, *residual.shape))
     lanes = triton.next_power_of_2(width)
     step = min(triton.next_power_of_2(rank), max(1, _NUMBERS // lanes))
-    overlaps, options = _overlap(out)
+    overlaps, options = overlap(out)
     _expand_normed[(len(parts.rows),)](
         *parts, residual.contiguous(), scale, out, len(parts.rows), *parts.strides, eps, width,
         rank, lanes, step, expands, overlaps, num_warps=max(1, min(8, lanes // 256)), **options,
@@ -432,7 +426,7 @@ def attend_rotated(
     layer: int,
     *given: Any,  # noqa: ANN401  # those of `expand_parts`, and of `few_rows_kernels.rotate`
 ) -> Tensor:
-    """Attention of a layer over what `expand_parts` gives, normed and rotated. O(rows).
+    """Return the attention of a layer over what `expand_parts` gives, normed and rotated.
 
     One launch before it for few rows, and otherwise two.
     """
@@ -443,7 +437,7 @@ def attend_rotated(
     heads = turned + (num_kv_heads if expands else 0)
     out = rows.new_empty((len(rows), heads, dim))
     scales = [cos if one is None else one for one in (q_scale, k_scale)]
-    overlaps, options = _overlap(rows)
+    overlaps, options = overlap(rows)
     _expand_rotated[(len(rows), heads)](
         *parts, cos.contiguous(), sin.contiguous(), *scales, out, *parts.strides, eps, num_q_heads,
         turned, heads, dim, dim // 2, triton.next_power_of_2(dim // 2), up.shape[0], rank,

@@ -345,7 +345,7 @@ class _Cutter:
             self._copies[output] = self._graph.call_function(operator.getitem, (called, place))
 
     def _look(self, node: fx.Node) -> tuple[object, ...]:
-        """What compiled code depends on of an input: its dtype and the sizes that stay."""
+        """Return what compiled code depends on of an input: its dtype and the sizes that stay."""
         sized = node.meta.get("sized", {})
         value = node.meta.get("val")
         if node.op == "get_attr":

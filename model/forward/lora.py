@@ -71,7 +71,7 @@ _PLAIN = {  # what another value would change the product by
 
 
 def _expand(product: Tensor, inner: Tensor, up: Tensor, slots: Tensor, rank: int) -> Tensor:
-    """The product and, of each row's slot, the columns of `inner` times those of `up`."""
+    """Add to the product, of each row's slot, the columns of `inner` times the rows of `up`."""
     others = slots[..., None] != torch.arange(len(up), device=slots.device) // rank
     return product + inner.masked_fill(others, 0) @ up
 
@@ -79,8 +79,9 @@ def _expand(product: Tensor, inner: Tensor, up: Tensor, slots: Tensor, rank: int
 def _expand_in_tiles(
     product: Tensor, inner: Tensor, up: Tensor, slots: Tensor, rank: int
 ) -> Tensor:
-    expand = model.compile.lora_kernels.expand
-    added: Tensor = expand(product, inner, up, slots, rank, [up.shape[1]])
+    kernels, sizes = model.compile.lora_kernels, [up.shape[1]]
+    tile = kernels.tile_of(sizes)  # for any number of rows, as batch-invariant mode needs it
+    added: Tensor = kernels.expand(product, inner, up, slots, rank, sizes, tile=tile)
     return added
 
 
