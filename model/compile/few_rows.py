@@ -74,7 +74,7 @@ def few_row_sizes(module: fx.GraphModule) -> tuple[int, ...]:
     return FEW_ROWS if max(node.meta["widest"] for node in calls) <= _WIDEST else FEW_ROWS[:1]
 
 
-class _Norm(NamedTuple):
+class Norm(NamedTuple):
     """x / rms(x) * scale."""
 
     x: fx.Node
@@ -112,11 +112,19 @@ def fuse_few_rows(
         _replace(module, product, kernels.multiply)
     if not products:
         return None
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is operator.call and node.args[1] >= 0:
-            _replace_rotation(module, node, kernels)
+    for node in attentions(graph):
+        rotation = rotation_of(module, node)
+        if rotation is not None and rotation.product.target is kernels.multiply:
+            given = rotation.product, *rotation.given
+            attend_rotated(graph, node, kernels.attend_rotated, given)
     graph.eliminate_dead_code()
     return module
+
+
+def attentions(graph: fx.Graph) -> list[fx.Node]:
+    """Return the calls of attention. O(nodes)."""
+    calls = [node for node in graph.nodes if _is_call(node, operator.call)]
+    return [node for node in calls if node.args[1] >= 0]  # the others are of states
 
 
 def _is_product(module: fx.GraphModule, node: fx.Node, least: int) -> bool:
@@ -145,14 +153,14 @@ def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., T
     x, weight, *rest = product.args
     bias = rest[0] if rest else None
     last, residual, is_gated = product, None, False
-    gated = _gated(product, len(_tensor(module, weight)))  # type: ignore[arg-type]
+    gated = gated_half(product, len(_tensor(module, weight)))  # type: ignore[arg-type]
     if gated is not None:
         last, is_gated = gated, True
     else:
-        added = _added(product, x)
+        added = sum_of(product, x)
         if added is not None:
             last, residual = added
-    norm = _norm(module, x)
+    norm = norm_of(module, x)
     scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
     with graph.inserting_before(last):
         call = graph.call_function(
@@ -166,7 +174,7 @@ def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., T
     last.replace_all_uses_with(call)
 
 
-def _added(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa: ANN401
+def sum_of(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa: ANN401
     """The sum that is the only user of a product, and its other operand of the same shape."""
     [*users] = product.users
     if len(users) != 1 or users[0].target is not torch.add or users[0].kwargs:
@@ -181,8 +189,8 @@ def _added(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa:
     return (users[0], others[0]) if same else None
 
 
-def _gated(product: fx.Node, count: int) -> fx.Node | None:
-    """`silu(first half) * second half`, if nothing else uses the halves."""
+def gated_half(product: fx.Node, count: int) -> fx.Node | None:
+    """`silu(first half) * second half` of a product, if nothing else uses the halves. O(1)."""
     halves = list(product.users)
     if len(halves) != 2 or count % 2:
         return None
@@ -198,7 +206,7 @@ def _gated(product: fx.Node, count: int) -> fx.Node | None:
     return whole if set(whole.args) == {gate, halves[1]} and len(gate.users) == 1 else None
 
 
-def _norm(module: fx.GraphModule, node: Any) -> _Norm | None:  # noqa: ANN401
+def norm_of(module: fx.GraphModule, node: Any) -> Norm | None:  # noqa: ANN401
     """The norm that a node computes; None: it is no norm."""
     if not isinstance(node, fx.Node) or node.target is not torch.mul:
         return None
@@ -219,7 +227,7 @@ def _norm(module: fx.GraphModule, node: Any) -> _Norm | None:  # noqa: ANN401
             x = _uncast(wide)
             values = [one.meta["val"] for one in (x, node)]
             if values[0].shape == values[1].shape and {v.dtype for v in values} == {weight.dtype}:
-                return _Norm(x, scale, eps)
+                return Norm(x, scale, eps)
     return None
 
 
@@ -234,38 +242,61 @@ class _Heads(NamedTuple):
     product: fx.Node
     start: int
     size: int
-    norm: _Norm | None
+    norm: Norm | None
     cos: fx.Node
     sin: fx.Node
 
 
-def _replace_rotation(module: fx.GraphModule, call: fx.Node, kernels: Kernels) -> None:
-    """Let attention rotate its own queries and keys, if they are rotated in the usual way."""
-    attend, layer, query, key, value = call.args
+class Rotation(NamedTuple):
+    """Queries and keys that are rotated in the usual way before attention.
+
+    Attributes:
+        product: whose parts are queries, keys and values, one after another.
+        given: what `rotate` takes after the product.
+    """
+
+    product: fx.Node
+    given: tuple[Any, ...]
+
+
+def rotation_of(module: fx.GraphModule, call: fx.Node) -> Rotation | None:
+    """Return the rotation of queries and keys between one product and a call of attention. O(1).
+
+    Returns:
+        None: they are not rotated, or something else is done to them.
+    """
+    if len(call.args) != 5:  # tokens that an index chooses
+        return None
+    query, key, value = call.args[2:]
     q, k = _heads(module, query), _heads(module, key)
     v = _part(_untransposed(_heads_last(value)))
     if q is None or k is None or v is None:
-        return
+        return None
     dim = q.cos.meta["val"].shape[-1]
     norms = {None if one.norm is None else one.norm.eps for one in (q, k)}
     sizes = (q.start, k.start, v[1], v[2])
     if (
         {q.product, k.product} != {v[0]}
-        or v[0].target is not kernels.multiply
         or sizes != (0, q.size, q.size + k.size, k.size)
         or (q.cos, q.sin) != (k.cos, k.sin)
         or len(norms) != 1
         or dim != query.meta["val"].shape[-1]  # type: ignore[union-attr]
     ):
-        return
+        return None
     scales = [None if one.norm is None else one.norm.scale for one in (q, k)]
     [eps] = norms
-    given = (v[0], q.cos, q.sin, *scales, eps or 0.0, q.size // dim, k.size // dim)
-    with module.graph.inserting_before(call):
-        made = module.graph.call_function(kernels.attend_rotated, (attend, layer, *given))
+    return Rotation(v[0], (q.cos, q.sin, *scales, eps or 0.0, q.size // dim, k.size // dim))
+
+
+def attend_rotated(
+    graph: fx.Graph, call: fx.Node, target: Callable[..., Tensor], given: Sequence[Any]
+) -> None:
+    """Replace a call of attention by one that rotates its own queries and keys. O(1)."""
+    with graph.inserting_before(call):
+        made = graph.call_function(target, (*call.args[:2], *given))
     made.meta = dict(call.meta)
     call.replace_all_uses_with(made)
-    module.graph.erase_node(call)
+    graph.erase_node(call)
 
 
 def _heads(module: fx.GraphModule, node: Any) -> _Heads | None:  # noqa: ANN401
@@ -287,7 +318,7 @@ def _heads(module: fx.GraphModule, node: Any) -> _Heads | None:  # noqa: ANN401
     if len(factors) != 2 or any(one[1] != 1 for one in factors):
         return None
     inner = _untransposed(h)
-    norm = _norm(module, inner)
+    norm = norm_of(module, inner)
     part = _part(inner if norm is None else norm.x)
     if part is None or any(one[0].meta["val"].shape[-1] != dim for one in factors):
         return None

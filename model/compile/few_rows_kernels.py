@@ -213,7 +213,7 @@ def multiply(
     width, count = weight.shape[1], weight.shape[0] // (2 if is_gated else 1)
     rows = x.numel() // width
     cut = cut or _cut_of(width, count, is_gated=is_gated)
-    overlaps, options = _overlap(x, overlapping=overlapping)
+    overlaps, options = overlap(x, overlapping=overlapping)
     out = torch.empty((1, rows, count), dtype=x.dtype, device=x.device)
     tensors = [x.contiguous(), weight] + [x if one is None else one for one in (scale, bias)]
     tensors += [x if residual is None else residual.contiguous(), out]
@@ -274,11 +274,32 @@ def _launch_alone(
     _launch(name, grid, *values, **options)
 
 
-def _overlap(tensor: Tensor, *, overlapping: bool | None) -> tuple[bool, dict[str, Any]]:
-    """Whether a kernel starts while the previous one runs, and the launch options for that."""
+def overlap(tensor: Tensor, *, overlapping: bool | None = None) -> tuple[bool, dict[str, Any]]:
+    """Return whether a kernel starts while the previous one runs, and the launch options for it."""
     if overlapping is None:
         overlapping = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
     return overlapping, {"launch_pdl": True} if overlapping else {}
+
+
+@_jit
+def store_rotated(
+    low: tl.tensor,
+    high: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    turned: tl.tensor,
+    HALF: tl.constexpr,
+) -> None:
+    """Store the two halves of heads, rotated where they are turned."""
+    cos_low = tl.load(cos, mask=turned, other=1.0).to(tl.float32)
+    cos_high = tl.load(cos + HALF, mask=turned, other=1.0).to(tl.float32)
+    sin_low = tl.load(sin, mask=turned, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + HALF, mask=turned, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    inside = tl.arange(0, low.shape[0]) < HALF
+    tl.store(out, (low * cos_low - high * sin_low).to(dtype), mask=inside)
+    tl.store(out + HALF, (high * cos_high + low * sin_high).to(dtype), mask=inside)
 
 
 @_jit
@@ -321,14 +342,9 @@ def _rotate(
         norm = tl.rsqrt(squares / DIM + EPS)
         low, high = low * norm * first, high * norm * second
     turn = token * DIM + lane
-    cos_low = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
-    to = out + (token * HEADS + head) * DIM + lane
-    dtype = out.dtype.element_ty
-    tl.store(to, (low * cos_low - high * sin_low).to(dtype), mask=inside)
-    tl.store(to + HALF, (high * cos_high + low * sin_high).to(dtype), mask=inside)
+    store_rotated(
+        low, high, cos + turn, sin + turn, out + (token * HEADS + head) * DIM + lane, inside, HALF
+    )
 
 
 def rotate(
@@ -360,7 +376,7 @@ def rotate(
     """
     num_tokens, dim = product.shape[1], cos.shape[-1]
     heads = num_q_heads + num_kv_heads
-    overlaps, options = _overlap(product, overlapping=overlapping)
+    overlaps, options = overlap(product, overlapping=overlapping)
     out = torch.empty((num_tokens, heads, dim), dtype=product.dtype, device=product.device)
     scales = [cos if one is None else one for one in (q_scale, k_scale)]
     _launch(

@@ -5,10 +5,9 @@ and writes its whole tensor. `torch.compile` makes a few kernels of them. Pieces
 differ only in their weights: weights are arguments, so one compiled piece serves all such layers
 and any number of tokens. A network of 28 layers costs three compilations.
 
-Products of one input with several weights (queries, keys and values; gate and up) become one
-product, which uses a GPU better: the weights are laid out one after another in one tensor, and the
-network's own become views of it, so nothing is stored twice. LoRA adapters are laid out behind the
-weights of their layers: compiled first, they leave the same weights together for steps without.
+Products of one input with several weights are one product (`joined_products.py`). LoRA adapters are
+laid out behind the weights of their layers: compiled first, they leave the same weights together
+for steps without.
 
 Steps of two or four tokens may have pieces of their own with fused products (`few_rows.py`).
 
@@ -26,7 +25,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -40,11 +38,11 @@ from model.compile.few_rows import (
     FEW_ROWS,
     LEAST_WEIGHT,
     Kernels,
-    Unrun,
     few_row_sizes,
     fuse_few_rows,
 )
 from model.compile.jobs import do_all
+from model.compile.joined_products import Expands, join_expands, joined
 from model.compile.pieces import MOST, Piece, start_processes
 from model.compile.stored_files import has_stored
 from model.compile.traced_network import Mixing, TracedNetwork, with_near_attributes
@@ -242,6 +240,7 @@ def compile_piecewise(
     kernels: Kernels | None = None,
     least: int | None = None,
     behind: Collection[Tensor] = (),
+    expands: Expands | None = None,
     *,
     is_alone: bool = False,
 ) -> PiecewiseNetwork:
@@ -256,18 +255,21 @@ def compile_piecewise(
         kernels: for steps of few tokens; None: such steps run like all others.
         least: the smallest weight, in numbers, whose product they compute; None: where they gain.
         behind: weights that are laid out behind all others of their product.
+        expands: add what adapters add; None: the operations of the trace do.
         is_alone: see `PiecewiseNetwork`.
 
     Raises:
         UnsupportedModelError: a piece depends on a number that is no size of its tensors.
     """
-    source = _joined(traced.module, behind)
+    source = joined(traced.module, behind)
+    if expands is not None:
+        join_expands(source, expands)
     few = (
         None
         if kernels is None
         else fuse_few_rows(source, kernels, LEAST_WEIGHT if least is None else least)
     )
-    whole = _cut(source, backend, ())
+    whole = _cut(source, backend, () if expands is None else expands[:3])
     cuts = () if kernels is None else (kernels.multiply, kernels.attend_rotated)
     if few is None:
         return PiecewiseNetwork(whole, traced, is_alone=is_alone)
@@ -281,73 +283,6 @@ def _cut(
     for node in source.graph.nodes:
         cutter.take(node)
     return cutter.finished()
-
-
-def _joined(source: fx.GraphModule, behind: Collection[Tensor] = ()) -> fx.GraphModule:
-    """A copy in which the products of one input are one product."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in source.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    module = Unrun(source, graph)
-    groups: dict[object, list[Any]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and _is_product(node.target):
-            values: list[Any] = [getattr(module, str(one.target), None) for one in node.args[1:]]
-            if all(isinstance(value, nn.Parameter) and value.is_contiguous() for value in values):
-                kind = (
-                    node.target,
-                    node.args[0],
-                    *[(value.dtype, value.shape[1:]) for value in values],
-                )
-                groups.setdefault(kind, []).append(node)
-    last = {id(weight) for weight in behind}
-    for number, nodes in enumerate(nodes for nodes in groups.values() if len(nodes) > 1):
-        nodes.sort(key=lambda node: id(getattr(module, node.args[1].target)) in last)
-        if len({node.args[1] for node in nodes}) == len(nodes):
-            _join(module, nodes, f"joined_{number}")
-    return module
-
-
-def _is_product(target: object) -> bool:
-    """Whether it multiplies rows with a weight; batch-invariant mode has its own operator."""
-    return target is nn.functional.linear or str(target) == "kvcore_rows.multiply.default"
-
-
-def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
-    """Replace several products by one."""
-    graph, first = module.graph, nodes[0]  # no other of them is computed earlier
-    tensors = []
-    with graph.inserting_before(first):
-        for place, parts in enumerate(zip(*[node.args[1:] for node in nodes], strict=True)):
-            own = [getattr(module, part.target) for part in parts]
-            whole = nn.Parameter(_laid_out([one.data for one in own]), requires_grad=False)
-            for one, part in zip(own, whole.data.split([len(one) for one in own]), strict=True):  # type: ignore[no-untyped-call]
-                one.data = part
-            setattr(module, f"{name}_{place}", whole)
-            tensors.append(graph.get_attr(f"{name}_{place}"))
-        product = graph.call_function(first.target, (first.args[0], *tensors))
-        start = 0
-        for node in nodes:
-            size = len(getattr(module, node.args[1].target))
-            part = graph.call_function(torch.narrow, (product, -1, start, size))
-            part.meta = dict(node.meta)
-            node.replace_all_uses_with(part)
-            start += size
-    for node in nodes:
-        graph.erase_node(node)
-
-
-def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one after another in one tensor: without a copy if they already lie so."""
-    first = tensors[0]
-    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for each in tensors:
-        if each.data_ptr() != at or each.untyped_storage().data_ptr() != storage:
-            return torch.cat([*tensors])
-        at += each.numel() * each.itemsize
-    size = (sum([len(each) for each in tensors]), *first.shape[1:])
-    return first.as_strided(size, first.stride(), first.storage_offset())
 
 
 class _Cutter:
@@ -400,7 +335,7 @@ class _Cutter:
         outputs = [node for node in nodes if not inside.issuperset(node.users)]
         graph = self._operations(nodes, inputs, outputs)
         sized = [one.meta.get("sized", {}) for one in inputs]
-        look = graph.python_code("self").src, repr(sized)
+        look = graph.python_code("self").src, repr([*map(self._look, inputs)])
         name = self._found.setdefault(look, f"piece_{len(self._found)}")
         if not hasattr(self._root, name):
             module = fx.GraphModule(nn.Module(), graph)
@@ -408,6 +343,17 @@ class _Cutter:
         called = self._graph.call_module(name, tuple(self._copies[one] for one in inputs))
         for place, output in enumerate(outputs):
             self._copies[output] = self._graph.call_function(operator.getitem, (called, place))
+
+    def _look(self, node: fx.Node) -> tuple[object, ...]:
+        """Return what compiled code depends on of an input: its dtype and the sizes that stay."""
+        sized = node.meta.get("sized", {})
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            value = getattr(self._source, str(node.target))
+        if not isinstance(value, Tensor):
+            return (sized,)
+        sizes = [None if dim in sized else int(size) for dim, size in enumerate(value.shape)]
+        return sized, sizes, value.dtype
 
     def _operations(
         self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]

@@ -458,8 +458,9 @@ _IDLE = (  # the trace of no_grad; what functionalization leaves of a cast
     torch._C._set_grad_enabled,  # noqa: SLF001
     torch.ops.aten._assert_tensor_metadata.default,  # noqa: SLF001
 )
-_PURE = ("aten", "_c10d_functional", "kvcore_ranks", "kvcore_rows")
-"""Two have the collectives of the ranks, one the products of batch-invariant mode."""
+_PURE = ("aten", "_c10d_functional", "kvcore_ranks", "kvcore_rows", "kvcore_lora")
+"""Two have the collectives of the ranks, the others the products of batch-invariant mode and what
+LoRA adapters add."""
 
 
 def _simplify(node: fx.Node, call: fx.Node) -> None:

@@ -2,11 +2,12 @@
 
 E. Hu et al., "LoRA" (2021), as PEFT stores it. An adapter has a slot, and a linear layer one matrix
 with the first halves of all slots and one with the second halves. A step multiplies all its rows by
-both, and between the two clears what belongs to other slots (as L. Chen et al., "Punica", 2023, one
-step serves many adapters; the sizes depend on no request, so a CUDA graph can be captured). This
-computes all slots for each row. On a CPU, with a width of 1024, that takes as long as a product for
-each adapter's rows up to slots * rank = 128, an eighth of the width, and up to 1.6 times as long at
-512. A step without an adapter is computed as if there were none.
+the first, and `kvcore_lora::expand` multiplies the columns of each row's slot by the second (as L.
+Chen et al., "Punica", 2023, one step serves many adapters; the sizes depend on no request, so a
+CUDA graph can be captured). On a GPU that is one launch (`lora_kernels.py`), which reads the slots
+that rows have. On a CPU it computes all slots for each row, which takes as long as a product for
+each adapter's rows up to slots * rank = 128 at a width of 1024, and up to 1.6 times as long at 512.
+A step without an adapter is computed as if there were none.
 
 Decides: what an adapter's folder must hold to be applied exactly; which slot it gets.
 
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import kvcore
+import model.compile
 from kvcore.adapters.recurrent import RecurrentPass
 from model.control.step import Chunk
 from model.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError, shown
@@ -66,6 +68,35 @@ _PLAIN = {  # what another value would change the product by
     "use_qalora": (False,),
     "arrow_config": ({},),
 }
+
+
+def _expand(product: Tensor, inner: Tensor, up: Tensor, slots: Tensor, rank: int) -> Tensor:
+    """Add to the product, of each row's slot, the columns of `inner` times the rows of `up`."""
+    others = slots[..., None] != torch.arange(len(up), device=slots.device) // rank
+    return product + inner.masked_fill(others, 0) @ up
+
+
+def _expand_in_tiles(
+    product: Tensor, inner: Tensor, up: Tensor, slots: Tensor, rank: int
+) -> Tensor:
+    kernels, sizes = model.compile.lora_kernels, [up.shape[1]]
+    tile = kernels.tile_of(sizes)  # for any number of rows, as batch-invariant mode needs it
+    added: Tensor = kernels.expand(product, inner, up, slots, rank, sizes, tile=tile)
+    return added
+
+
+def _shape_of(product: Tensor, inner: Tensor, up: Tensor, slots: Tensor, rank: int) -> Tensor:
+    del inner, up, slots, rank
+    return product.new_empty(product.shape)
+
+
+_library = torch.library.Library("kvcore_lora", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "expand(Tensor product, Tensor inner, Tensor up, Tensor slots, int rank) -> Tensor"
+)
+for _device in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+    _library.impl("expand", _expand_in_tiles, _device)  # type: ignore[no-untyped-call]
+_library.impl("expand", _shape_of, "Meta")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +323,7 @@ class _Halves:
 
     Attributes:
         down: [num_slots * rank, in_features].
-        up: [out_features, num_slots * rank].
+        up: [num_slots * rank, out_features].
     """
 
     down: nn.Parameter
@@ -306,17 +337,18 @@ class _Halves:
         zeros = partial(torch.zeros, dtype=dtype, device=layer.weight.device)
         halves = zeros((columns, layer.in_features)), zeros((layer.out_features, columns))
         halves = halves if cut is None else cut(*halves)
-        return cls(*[nn.Parameter(half, requires_grad=False) for half in halves])
+        down, up = halves[0], halves[1].T.contiguous()
+        return cls(*[nn.Parameter(half, requires_grad=False) for half in (down, up)])
 
     def write(self, columns: slice, product: Product | None) -> None:
         """Overwrite the product of a slot; None: it has none."""
-        down, up = self.down.data[columns], self.up.data[:, columns]
+        down, up = self.down.data[columns], self.up.data[columns]
         down.zero_()
         up.zero_()
         if product is not None:
             rank = len(product.down)
             down[:rank].copy_(product.down)
-            up[:, :rank].copy_(product.up)
+            up[:rank].copy_(product.up.T)
 
 
 class Adapters:
@@ -347,10 +379,7 @@ class Adapters:
         self._held: dict[tuple[str, int], int] = {}  # its slot; until its requests have ended
         self._network = network
         self._calls = _calls_of(network)
-        columns = torch.arange(num_slots, device=network.device).repeat_interleave(rank)
-        self._slot_of_column = columns
         self._slots: Tensor | None = None  # of each row of the present pass
-        self._others: Tensor | None = None  # bool, for each row the columns that are not its own
         self._states: RecurrentPass | None = None
         self._halves: dict[str, _Halves] = {}
         try:
@@ -358,7 +387,7 @@ class Adapters:
                 layer = network.get_submodule(path)
                 if isinstance(layer, nn.Linear) and self._calls.get(path) == [_PROBED_TOKENS]:
                     dtype = _dtype_of(layer, network)
-                    halves = _Halves.beside(layer, len(columns), dtype, cuts.get(path))
+                    halves = _Halves.beside(layer, num_slots * rank, dtype, cuts.get(path))
                     self._halves[path] = halves
                     # Before a hook that sums up the ranks' parts.
                     layer.register_forward_hook(partial(self._add, halves), prepend=True)
@@ -511,7 +540,7 @@ class Adapters:
         try:
             yield
         finally:
-            self._slots = self._others = self._states = None
+            self._slots = self._states = None
 
     @contextmanager
     def choosing_for_all(self, namespace: kvcore.Namespace) -> Iterator[None]:
@@ -530,7 +559,7 @@ class Adapters:
         products = {}
         for path, halves in self._halves.items():
             down = halves.down.data[: self._rank]
-            up = halves.up.data[:, : self._rank]
+            up = halves.up.data[: self._rank].T
             products[path] = Product(_noise(down), _noise(up))
         for slot in free:
             self._write(slot, products)
@@ -545,15 +574,15 @@ class Adapters:
     ) -> Tensor | None:
         """A hook: the output of a linear layer and the products of each row's slot."""
         del layer
-        if self._slots is None:
+        slots = self._slots
+        if slots is None:
             return None
-        if self._others is None:  # computed once for all layers
-            self._others = self._slots[:, None] != self._slot_of_column
-        others = self._others
         if self._states is not None:
-            others = self._states.in_call(others)
-        inner = nn.functional.linear(args[0], halves.down).masked_fill(others, 0)
-        return output + nn.functional.linear(inner, halves.up)
+            slots = self._states.in_call(slots)
+        inner = nn.functional.linear(args[0], halves.down)
+        expand = torch.ops.kvcore_lora.expand if output.is_cuda else _expand
+        added: Tensor = expand(output, inner, halves.up, slots, self._rank)
+        return added
 
 
 def _noise(like: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from model.caches.kv_caches import KVCaches, Scales
 from model.caches.layout import IndexShape, plan_layout
 from model.compile.compile_processes import compile_processes
 from model.compile.few_rows import kernels_for
+from model.compile.joined_products import expands_for
 from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
 from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import InvalidArgumentError, UnsupportedModelError
@@ -272,7 +273,7 @@ class PagedNetwork:
             raise UnsupportedModelError("compile: wanted a network that was traced first")
         try:
             if self.adapters is not None:  # first: see `piecewise.py`
-                self._compile(step.adapted(), few, self.adapters)
+                self._compile(step.adapted(), few.adapted(), self.adapters)
             logits = self._compile(step, few)
         except Exception as error:  # a compiler may raise any error
             self._traced = before
@@ -289,14 +290,14 @@ class PagedNetwork:
 
         Args:
             step: see `compile`.
-            few: see `compile`; with adapters such steps run like all others.
+            few: see `compile`; with adapters it runs for the kernels of few rows.
             adapters: that the step has.
         """
         adapted = adapters is not None
         pieces = self._cut(self._traced[adapted], adapters)
         self._traced = {**self._traced, adapted: pieces}
         with warnings.catch_warnings(action="ignore"):  # of the compiler
-            steps = (step, few) if pieces.has_few_row_pieces else (step,)
+            steps = (step, few) if adapted or pieces.has_few_row_pieces else (step,)
             if self._is_whole:  # each rank decides alone, and further passes have collectives
                 pieces.submit(lambda: [self.logits(each) for each in steps])
             logits, *_ = [self.logits(each) for each in steps]
@@ -306,7 +307,8 @@ class PagedNetwork:
     def _cut(self, traced: TracedNetwork, adapters: Adapters | None) -> PiecewiseNetwork:
         """Return a traced network in pieces, to be compiled by their first steps."""
         if adapters is not None:
-            return compile_piecewise(traced, behind=adapters.downs)
+            expands = expands_for(self.device)
+            return compile_piecewise(traced, behind=adapters.downs, expands=expands)
         return compile_piecewise(traced, kernels=kernels_for(self.device, self._network.dtype))
 
     def warm_up(

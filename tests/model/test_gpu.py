@@ -39,9 +39,13 @@ from tests.model.recurrent_networks import KINDS
 from tests.model.tiny_configs import make_config
 from tests.model.walk import build_network
 
+OF_THE_COMPILER = pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated")
+"""PyTorch 2.11's compiler warns of PyTorch's own code when it is imported."""
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    OF_THE_COMPILER,
 ]
 
 

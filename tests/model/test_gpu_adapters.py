@@ -9,15 +9,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import backends
 import kvcore
 from model import EngineConfig, SamplingParams, Submission
+from model.compile.joined_products import expands_for
 from model.engine import Engine
 from model.forward.cuda_graphs import CudaGraphs
 from model.load.loader import wrap_network
+from tests.model import lora_check
 from tests.model.networks import ByteCodec, build, random_adapter
-from tests.model.test_gpu import PROMPTS, compilations
+from tests.model.test_gpu import OF_THE_COMPILER, PROMPTS, compilations
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    OF_THE_COMPILER,
 ]
 
 NAMES = (None, "a", "b", "a", None, "b")
@@ -74,6 +77,21 @@ def test_adapters_loaded_after_the_capture_are_in_its_graphs(architecture, compi
     assert again[0] != mixed[0][3]
 
 
+def test_what_adapters_add_is_right_on_a_gpu():
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    assert lora_check.check("cuda", dtypes) == 30
+    with pytest.raises(AssertionError):
+        lora_check.check("cuda", dtypes, lora_check.of_all_slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "gemma2", "llama"])
+def test_pieces_call_what_adapters_add_once_for_each_product(architecture, dtype):
+    device = backends.get_backend("triton").device
+    counts = (7, 64, 300, 1000)  # few rows and many
+    lora_check.check_network(architecture, expands_for(device), device, dtype, counts)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_batch_invariant_a_request_has_the_same_tokens_beside_other_adapters(dtype):
     backend = backends.get_backend("triton")
@@ -96,8 +114,25 @@ def test_batch_invariant_a_request_has_the_same_tokens_beside_other_adapters(dty
     assert together == alone
 
 
+def decode_speed(engine, names, texts, params, num_steps=200):
+    """Tokens per second of steps in which all requests decode."""
+    for text, name in zip(texts, names, strict=True):
+        engine.submit(Submission(text, params, namespace=kvcore.Namespace(lora_name=name)))
+    for _ in range(6):  # the prompts, and first tokens
+        engine.step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    torch.cuda.synchronize()
+    speed = len(texts) * num_steps / (time.perf_counter() - start)
+    while engine.has_unfinished:
+        engine.step()
+    return speed
+
+
 def test_steps_with_eight_adapters_take_little_more_time(capsys):
-    """Prints tokens per second of 64 requests: without adapters, with 8, and with 8 eagerly."""
+    """Prints tokens per second while 64 requests decode: without adapters, with 8, eagerly too."""
     backend = backends.get_backend("triton")
     config = Qwen3Config(
         vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
@@ -119,16 +154,12 @@ def test_steps_with_eight_adapters_take_little_more_time(capsys):
         kinds = {"none": [None] * 64, "8": [f"a{number % 8}" for number in range(64)]}
         for rounds in range(3):  # in turn; the first is a warm-up
             for kind, names in kinds.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                outputs(engine, names, texts, params)
-                torch.cuda.synchronize()
-                speed = 64 * 256 / (time.perf_counter() - start)
+                speed = decode_speed(engine, names, texts, params)
                 mode = next(iter(how), "traced")
                 if rounds:
                     speeds[mode, kind] = max(speed, speeds.get((mode, kind), 0))
     with capsys.disabled():
         for (mode, kind), speed in speeds.items():
             print(f"{mode}, adapters: {kind}: {speed:,.0f} tokens/s")  # noqa: T201
-    assert speeds["compile", "8"] > 0.6 * speeds["compile", "none"]
+    assert speeds["compile", "8"] > 0.8 * speeds["compile", "none"]
     assert speeds["traced", "8"] > speeds["eager", "8"]

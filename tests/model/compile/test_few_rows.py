@@ -9,14 +9,19 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+import backends
 from model.compile import few_rows, piecewise
 from model.compile.few_rows import FEW_ROWS, Kernels, few_row_sizes, fuse_few_rows
-from model.compile.piecewise import _joined, compile_piecewise
-from model.compile.traced_network import TracedNetwork, trace_network
+from model.compile.joined_products import joined
+from model.compile.piecewise import compile_piecewise
+from model.compile.traced_network import Mixing, TracedNetwork, trace_network
+from model.forward.network import PagedNetwork
 from tests.model.compile.test_piecewise import UNLIKE, agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
 from tests.model.few_rows_check import rotated, wanted
 from tests.model.networks import build
+from tests.model.tiny_configs import make_config
+from tests.model.walk import build_network
 
 STEPS = [(4, [0, 2, 3]), (2, [0, 1]), (4, [1]), (2, [0])]
 
@@ -84,7 +89,7 @@ def test_a_layer_is_four_products_and_a_rotation_with_what_stands_around_them():
 
 def test_another_norm_gate_or_sum_stays_where_it_is():
     traced = trace_network(switched(build("qwen3", 3)), CPU)
-    module = _joined(traced.module)
+    module = joined(traced.module)
     called = [node for node in module.graph.nodes if node.op == "call_function"]
     next(node for node in called if node.target is torch.rsqrt).target = torch.sqrt
     next(node for node in called if node.target is functional.silu).target = functional.relu
@@ -160,6 +165,21 @@ def test_a_network_without_large_weights_has_no_steps_of_its_own():
     assert not compile_piecewise(traced, "eager", Told().kernels).has_few_row_pieces
 
 
+@pytest.mark.parametrize("kind", ["DeepseekV32Config", "GlmMoeDsaConfig"])
+def test_layers_whose_tokens_an_index_chooses_attend_as_they_did(kind):
+    config = make_config(kind, "")
+    config.index_topk, config.mlp_layer_types = 5, ["dense", "dense"]
+    model = build_network(config, seed=0)
+    PagedNetwork(model, backends.get_backend("numba"))  # it has our attention now
+    traced = trace_network(model.network, CPU)
+    told = Told()
+    few = TracedNetwork(fused(joined(traced.module), told.kernels), traced.terms)
+    with torch.no_grad():
+        wanted, got = (one.logits(*inputs(4, [0, 1, 3]), Mixing()) for one in (traced, few))
+    assert (wanted - got).abs().max() < 1e-4
+    assert told.asked
+
+
 def test_a_planted_wrong_half_is_seen():
     class Swaps(Told):
         def multiply(self, x, weight, *rest, is_gated):
@@ -169,7 +189,7 @@ def test_a_planted_wrong_half_is_seen():
 
     traced = trace_network(switched(build("llama", 3)), CPU)
     for told, same in ((Told(), True), (Swaps(), False)):
-        few = TracedNetwork(fused(_joined(traced.module), told.kernels), traced.terms)
+        few = TracedNetwork(fused(joined(traced.module), told.kernels), traced.terms)
         assert agree(traced, few, inputs(4, [0, 1, 3])) == same
 
 

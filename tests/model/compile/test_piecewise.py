@@ -17,12 +17,8 @@ from kvcore.adapters.recurrent.state_functions import BackendOperations
 from kvcore.adapters.recurrent.states import StateTensor
 from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.attention.batch import prompt_step
-from model.compile.piecewise import (
-    PiecewiseNetwork,
-    _laid_out,
-    _NoAttention,
-    compile_piecewise,
-)
+from model.compile.joined_products import laid_out
+from model.compile.piecewise import PiecewiseNetwork, _NoAttention, compile_piecewise
 from model.compile.traced_network import Mixing, trace_network
 from model.compile.traced_states import MarkedSteps, MixingSteps
 from model.engine import Engine
@@ -237,15 +233,19 @@ def test_joined_weights_are_held_once_and_the_network_goes_on_with_them():
         assert torch.allclose(again.logits(*step, Telling()), before, atol=1e-5)
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.lists(st.integers(1, 3), min_size=6))
-def test_tensors_that_lie_one_after_the_other_are_one_where_they_lie(order, lengths):
-    whole = torch.arange(sum(lengths[:6]) * 2.0).view(-1, 2)
-    parts = whole.split(lengths[:6])
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    st.lists(st.integers(1, 3), min_size=6),
+    st.integers(0, 1),
+)
+def test_tensors_that_lie_one_after_the_other_are_one_where_they_lie(order, lengths, dim):
+    whole = torch.arange(sum(lengths[:6]) * 2.0).view((2, -1) if dim else (-1, 2))
+    parts = whole.split(lengths[:6], dim)
     chosen = [parts[place] for place in order]
-    laid_out = _laid_out(chosen)
-    assert laid_out.equal(torch.cat(chosen))
+    found = laid_out(chosen, dim)
+    assert found.equal(torch.cat(chosen, dim))
     lies_so = all(after == before + 1 for before, after in pairwise(order))
-    assert (laid_out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == lies_so
+    assert (found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == lies_so
 
 
 @pytest.mark.usefixtures("nothing_is_compiled_twice")
