@@ -47,6 +47,9 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
 _HAND_OVER_S = 0.002
 """The longest that the engine waits for the loop to take what cannot wait."""
 
+_LET_GO_S = 0.5
+"""How long the engine's thread may take to end after a loss; one that waits for a GPU does not."""
+
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -183,6 +186,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[_Command | None] = self.host.queue()
         self._open: dict[int, tuple[TokenStream, Sample]] = {}  # by request_id
         self._held: dict[int, tuple[TokenStream, Sample]] = {}  # have tokens to hand out, likewise
+        self._over = self.host.event()  # the thread is at its end
         self._pace = Pace(stream_share, now=self.host.now_s, worked=self.host.worked_s)
         self._timer: asyncio.TimerHandle | None = None
         self._counts = FairLimit()
@@ -542,6 +546,8 @@ class AsyncEngine:
             self._ready.set_result(None)
 
     def _faulted(self, error: Exception) -> None:
+        if self._state is EngineState.STOPPED:  # cut off before
+            return
         self._num_faults += 1
         self._last_fault = f"{type(error).__name__}: {error}"
         if self._state is EngineState.READY:
@@ -572,6 +578,13 @@ class AsyncEngine:
         """Have the engine's thread publish and go on with transfers, from any thread."""
         self._inbox.put(_Command(_tend, _nothing))
 
+    def _lose(self, error: RankLostError) -> None:
+        """End everything, from any thread: the engine's may wait for a GPU without end."""
+        with contextlib.suppress(_LoopGoneError):
+            self._post(functools.partial(self._faulted, error))
+            if not self._over.wait(_LET_GO_S):
+                self._post(functools.partial(self._ended, error))
+
     # What follows runs on the engine's thread.
 
     def _run(self) -> None:
@@ -582,6 +595,7 @@ class AsyncEngine:
                 if self._announce is not None:
                     self._announcer = self._announce(engine, self._wake)
                 engine.woken_by(self._wake)
+                engine.cut_off_by(self._lose)
                 self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:
@@ -596,6 +610,7 @@ class AsyncEngine:
             return
         except Exception as error:  # noqa: BLE001  # it is raised where `ready` is awaited
             fault = error
+        self._over.set()
         with contextlib.suppress(_LoopGoneError):
             self._post(functools.partial(self._ended, fault))
 

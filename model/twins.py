@@ -22,7 +22,7 @@ from model.control.request import Request
 from model.control.step import Flight, Step
 from model.control.submission import Submission
 from model.engine_core import EngineCore, Output
-from model.errors import RanksDivergedError, StalledError
+from model.errors import RankLostError, RanksDivergedError, StalledError
 
 _DIGEST_BYTES = 16
 
@@ -74,6 +74,10 @@ class Group(Protocol):
 
     def disarm(self) -> None:
         """This process ends in order."""
+        ...
+
+    def when_lost(self, tell: Callable[[RankLostError], object]) -> None:
+        """Call `tell` on another thread when a process is lost."""
         ...
 
     def detecting_loss(self, *, or_fail: bool = False) -> AbstractContextManager[None]:
@@ -146,6 +150,10 @@ class TwinCore(EngineCore):
         if self._said or self.tiers.has_work:
             self._tell(_Tended())
             super().tend()
+
+    def cut_off_by(self, tell: Callable[[RankLostError], object]) -> None:
+        """As an engine's: the watchdog notices a loss while a GPU waits for a rank without end."""
+        self._ranks.when_lost(tell)
 
     def end(self, *, goes_on: bool = False) -> None:
         """Let the other ranks come back from `follow`. One message; tiers close as an engine's.

@@ -1,0 +1,195 @@
+"""Cut-down networks with eight heads for many ranks, and a run that uses all of an engine at once.
+
+`one_and_many` compares the tokens of a network on one process with those of all ranks: prefixes
+that hit, prompts in chunks, preempted requests, draft tokens, and host memory behind a pool that is
+too small.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from transformers import PreTrainedConfig
+
+import backends
+from model import EngineConfig, SamplingParams
+from model.control.tier_transfers import TransferCosts
+from model.engine import Engine, TwinEngine
+from model.load.loader import LoadedModel
+from model.ranks.parallel import Sums, check_cut, shard_network
+from model.ranks.ranks import Ranks
+from tests.model import vision
+from tests.model.networks import KnowingDrafter, preempt_in_steps
+from tests.model.tiny_configs import make_config
+from tests.model.walk import build_network
+
+Tokens = list[list[int]]
+Load = Callable[[Ranks | None], LoadedModel]
+
+NUM_TOKENS = 10
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+_EXPERTS = {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 4}
+_KINDS: dict[str, tuple[str, dict[str, int]]] = {
+    "repeated heads": ("Qwen3Config", _HEADS),
+    "experts": ("Qwen3MoeConfig", _HEADS | _EXPERTS),
+    "latents": ("DeepseekV3Config", _EXPERTS | {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    "recurrent": ("Qwen3NextConfig", _HEADS | _EXPERTS),
+    "images": ("Qwen3VLConfig", _HEADS),
+}
+KINDS = tuple(_KINDS)
+
+
+def load(kind: str, device: torch.device, ranks: Ranks | None, seed: int = 1) -> LoadedModel:
+    """Return the network of a kind, in float32, whole or as a rank has it."""
+    name, sizes = _KINDS[kind]
+    if kind == "images":
+        with mock.patch.object(vision, "make_parts", _with_sizes(vision.make_parts, sizes)):
+            model, _ = vision.build(name, seed)
+    else:
+        model = build_network(_sized(make_config(name, ""), sizes), seed)
+    if ranks is None:
+        model.network.to(device)
+        return model
+    sums = Sums(torch.float32, device, ranks)
+    cuts = shard_network(model.network, ranks, sums)
+    model.network.to(device)
+    check_cut(model.network, ranks)
+    return dataclasses.replace(model, ranks=ranks, cuts=cuts)
+
+
+def _sized(config: PreTrainedConfig, sizes: dict[str, int]) -> PreTrainedConfig:
+    own = copy.deepcopy(config)
+    text = own.get_text_config()
+    for name, value in sizes.items():
+        if hasattr(text, name):
+            setattr(text, name, value)
+    return own
+
+
+def _with_sizes(make: Callable[[str], tuple], sizes: dict[str, int]) -> Callable[[str], tuple]:
+    def made(name: str) -> tuple:
+        config, processor = make(name)
+        return _sized(config, sizes), processor
+
+    return made
+
+
+def prompts(vocab_size: int, block_size: int) -> Tokens:
+    """Return prompts of one to five blocks; four of the six share their first blocks."""
+    shared = [(7 * place) % (vocab_size - 9) + 5 for place in range(3 * block_size)]
+    found = [[*shared, number, 2 * number] for number in (3, 4, 5)]
+    found += [[*shared[: block_size + 1], 6], [8] * (block_size + 2)]
+    return [*found, [*range(11, 11 + 4 * block_size + 3)]]
+
+
+def _others(vocab_size: int, block_size: int, count: int) -> Iterator[list[int]]:
+    """Yield prompts that share nothing, and take the blocks of all that is cached."""
+    for number in range(count):
+        yield [(13 * number + 5 * place) % (vocab_size - 9) + 5 for place in range(4 * block_size)]
+
+
+@contextmanager
+def _worth_loading() -> Iterator[None]:
+    """Load all that is found: networks this small compute faster."""
+    with (
+        mock.patch.object(TransferCosts, "is_worth", lambda *_: True),
+        mock.patch.object(TransferCosts, "deadline_s", lambda *_: 60.0),
+    ):
+        yield
+
+
+def alone(model: LoadedModel, block_size: int) -> Tokens:
+    """Return the tokens of each prompt by an engine that has room for all, and reuses nothing."""
+    config = EngineConfig(num_blocks=200, block_size=block_size, enable_prefix_caching=False)
+    engine = Engine(model, backends.get_backend("auto"), config)
+    return _generated(engine, prompts(engine.vocab_size, block_size))
+
+
+def _generated(engine: Engine, asked: Sequence[list[int]]) -> Tokens:
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [list(one.request.output_tokens) for one in engine.generate(list(asked), params)]
+
+
+def together(
+    model: LoadedModel, texts: Tokens, block_size: int, *, with_drafts: bool
+) -> dict[str, object]:
+    """Return the tokens of all ranks' engine and how often each of its parts was used.
+
+    Args:
+        model: as a rank has it.
+        texts: the tokens that each prompt should give: drafts are taken from them.
+        block_size: of the caches.
+        with_drafts: verify draft tokens; else steps may be sent before tokens are read.
+    """
+    config = EngineConfig(
+        num_blocks=40,
+        block_size=block_size,
+        max_num_batched_tokens=block_size + 7,
+        host_memory_bytes=1 << 30,
+        swap_memory_bytes=0,
+        drafts="ngram" if with_drafts else None,
+    )
+    with _worth_loading():
+        backend = backends.get_backend("auto")
+        engine = TwinEngine(model, backend, config, is_checked=True)
+        asked = prompts(engine.vocab_size, block_size)
+        if with_drafts:
+            known = [(*prompt, *own) for prompt, own in zip(asked, texts, strict=True)]
+            engine._scheduler._drafter = KnowingDrafter(known)
+        preempt_in_steps(engine, {6, 9, 14})
+        if not engine.leads:
+            engine.follow()
+            return {}
+        first = _generated(engine, asked)
+        for prompt in _others(engine.vocab_size, block_size, 12):
+            _generated(engine, [prompt])
+            _drain(engine)
+        second = _generated(engine, asked)
+        _drain(engine)
+        stats, transfers = engine.stats, engine.tiers.stats
+        engine.end(goes_on=True)
+    return {
+        "equal": sum(one == two == own for one, two, own in zip(first, second, texts, strict=True)),
+        "of": len(texts),
+        "hits": stats.num_hit_tokens,
+        "preemptions": stats.num_preemptions,
+        "accepted": stats.num_accepted_tokens,
+        "loads": transfers.num_loads,
+        "lost blocks": engine.kv.num_usable_blocks - engine.kv.num_free_blocks,
+    }
+
+
+def _drain(engine: Engine) -> None:
+    while engine.tiers.is_busy:
+        engine.tiers.wait()
+        engine.tend()
+
+
+def one_and_many(
+    load_it: Load, ranks: Ranks, block_size: int, *, with_drafts: bool = True
+) -> dict[str, object]:
+    """Compare one process with all ranks; every rank calls it, and rank 0 has the result."""
+    wanted: Tokens = []
+    if ranks.leads:
+        wanted = alone(load_it(None), block_size)
+    if torch.cuda.is_available():
+        gc.collect()  # an engine is in cycles, and its network takes most of the memory
+        torch.cuda.empty_cache()
+    wanted = ranks.broadcast(wanted)
+    return together(load_it(ranks), wanted, block_size, with_drafts=with_drafts)
+
+
+def are_all_used(found: dict[str, object], *, with_drafts: bool = True) -> bool:
+    """Return True if tokens are equal, no block is lost, and every part of the engine was used."""
+    used = [found[name] for name in ("hits", "preemptions", "loads")]
+    if with_drafts:
+        used.append(found["accepted"])
+    return found["equal"] == found["of"] and not found["lost blocks"] and all(used)
+
+
