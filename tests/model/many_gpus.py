@@ -384,12 +384,13 @@ async def serve(engine: TwinEngine, moment: str) -> None:
             told.append(f"{type(error).__name__}: {error}")
 
     await asyncio.gather(*map(ask, range(_NUM_CLIENTS)))
+    told_s = time.time()
+    fault = await serving.ended()
     kv = engine.kv
     tell(
         "loss", moment=moment, told=len(told), of=_NUM_CLIENTS, error=told[0] if told else None,
-        time_s=time.time(), lost_blocks=kv.num_usable_blocks - kv.num_free_blocks,
+        time_s=told_s, lost_blocks=kv.num_usable_blocks - kv.num_free_blocks,
     )  # fmt: skip
-    fault = await serving.ended()
     if fault is not None:
         raise fault
 
