@@ -18,9 +18,10 @@ import torch
 from transformers import PreTrainedConfig
 
 import backends
-from model import EngineConfig, SamplingParams
+from model import EngineConfig, SamplingParams, Submission
 from model.control.tier_transfers import TransferCosts
 from model.engine import Engine, TwinEngine
+from model.load.images import NoImages
 from model.load.loader import LoadedModel
 from model.ranks.parallel import Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks
@@ -80,18 +81,35 @@ def _with_sizes(make: Callable[[str], tuple], sizes: dict[str, int]) -> Callable
     return made
 
 
-def prompts(vocab_size: int, block_size: int) -> Tokens:
-    """Return prompts of one to five blocks; four of the six share their first blocks."""
+def asked(engine: Engine) -> list[Submission]:
+    """Return prompts of one to five blocks, most of which share their first blocks.
+
+    For a network with a vision tower they are texts with images.
+    """
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    vocab_size, block_size = engine.vocab_size, engine.config.block_size
+    codec = engine.model.images
+    if not isinstance(codec, NoImages):
+        found = []
+        for text, images in vision.PROMPTS:
+            text = text.replace("#", codec.mark)
+            tokens, items = codec.encode(text, images, engine.config)
+            found.append(Submission(tokens, params, images=items))
+        return found
     shared = [(7 * place) % (vocab_size - 9) + 5 for place in range(3 * block_size)]
-    found = [[*shared, number, 2 * number] for number in (3, 4, 5)]
-    found += [[*shared[: block_size + 1], 6], [8] * (block_size + 2)]
-    return [*found, [*range(11, 11 + 4 * block_size + 3)]]
+    every = [[*shared, number, 2 * number] for number in (3, 4, 5)]
+    every += [[*shared[: block_size + 1], 6], [8] * (block_size + 2)]
+    every.append([*range(11, 11 + 4 * block_size + 3)])
+    return [Submission(prompt, params) for prompt in every]
 
 
-def _others(vocab_size: int, block_size: int, count: int) -> Iterator[list[int]]:
+def _others(engine: Engine, count: int) -> Iterator[Submission]:
     """Yield prompts that share nothing, and take the blocks of all that is cached."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    vocab_size, length = engine.vocab_size, 4 * engine.config.block_size
     for number in range(count):
-        yield [(13 * number + 5 * place) % (vocab_size - 9) + 5 for place in range(4 * block_size)]
+        prompt = [(13 * number + 5 * place) % (vocab_size - 9) + 5 for place in range(length)]
+        yield Submission(prompt, params)
 
 
 @contextmanager
@@ -108,12 +126,17 @@ def alone(model: LoadedModel, block_size: int) -> Tokens:
     """Return the tokens of each prompt by an engine that has room for all, and reuses nothing."""
     config = EngineConfig(num_blocks=200, block_size=block_size, enable_prefix_caching=False)
     engine = Engine(model, backends.get_backend("auto"), config)
-    return _generated(engine, prompts(engine.vocab_size, block_size))
+    return _generated(engine, asked(engine))
 
 
-def _generated(engine: Engine, asked: Sequence[list[int]]) -> Tokens:
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    return [list(one.request.output_tokens) for one in engine.generate(list(asked), params)]
+def _generated(engine: Engine, every: Sequence[Submission]) -> Tokens:
+    requests = [request for each in every for request in engine.submit(each)]
+    while engine.has_unfinished:
+        engine.step()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return [list(request.output_tokens) for request in requests]
 
 
 def together(
@@ -138,19 +161,19 @@ def together(
     with _worth_loading():
         backend = backends.get_backend("auto")
         engine = TwinEngine(model, backend, config, is_checked=True)
-        asked = prompts(engine.vocab_size, block_size)
+        every = asked(engine)
         if with_drafts:
-            known = [(*prompt, *own) for prompt, own in zip(asked, texts, strict=True)]
+            known = [(*one.prompt, *own) for one, own in zip(every, texts, strict=True)]
             engine._scheduler._drafter = KnowingDrafter(known)
         preempt_in_steps(engine, {6, 9, 14})
         if not engine.leads:
             engine.follow()
             return {}
-        first = _generated(engine, asked)
-        for prompt in _others(engine.vocab_size, block_size, 12):
-            _generated(engine, [prompt])
+        first = _generated(engine, every)
+        for other in _others(engine, 12):
+            _generated(engine, [other])
             _drain(engine)
-        second = _generated(engine, asked)
+        second = _generated(engine, every)
         _drain(engine)
         stats, transfers = engine.stats, engine.tiers.stats
         engine.end(goes_on=True)

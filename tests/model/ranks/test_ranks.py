@@ -266,7 +266,7 @@ def test_an_error_that_is_no_loss_is_its_own_and_the_others_are_told(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["load", "engine", "step"])
+@pytest.mark.parametrize("stage", ["load", "engine", "step", "stuck"])
 def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(ranked, stage):
     server, other = ranked(2, _MAIN, "serve", stage).ranks
     if ready := server.wait_for(r"(\S+): ready"):
@@ -276,7 +276,7 @@ def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(ranked, stage):
         assert _GONE.format(1) in answer.json()["error"]["message"]
     ended = server.end()
     assert (ended.returncode, other.end().returncode) == (3, 9)
-    assert (ready is not None) == (stage == "step")
+    assert (ready is not None) == (stage in {"step", "stuck"})
     lines = ended.stderr.splitlines()
     assert lines[0].endswith("model/tiny")
     assert [line for line in lines if "processes that share" in line] == [
