@@ -36,6 +36,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -44,7 +45,8 @@ import backends
 from model import EngineConfig, SamplingParams
 from model.async_engine import AsyncEngine
 from model.cli.exits import leaves
-from model.engine import Engine, TwinEngine
+from model.engine import Engine, TwinEngine, engine_of
+from model.engine_core import Output
 from model.errors import ModelError, RankLostError
 from model.forward import cuda_graphs, warm_up
 from model.load.loader import LoadedModel, load_model
@@ -111,7 +113,7 @@ def microseconds(run: Callable[[], object], count: int, times: int = 20) -> floa
     with torch.cuda.graph(graph):
         for _ in range(count):
             run()
-    taken = []
+    taken: list[float] = []
     for _ in range(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -134,9 +136,9 @@ def sums(ranks: Ranks) -> None:
         else:
             made(part)
         return
-    memory = parallel.symmetric_memory
-    scratch = memory.empty(8 << 20, dtype=_DTYPE, device=_DEVICE)
-    memory.rendezvous(scratch, made.group)
+    memory = symmetric_memory
+    scratch = memory.empty(8 << 20, dtype=_DTYPE, device=torch.device(_DEVICE))
+    memory.rendezvous(scratch, dist.group.WORLD)
     ops, group = torch.ops.symm_mem, made.group
     for kib in (8, 16, 64, 256, 512, 1024, 2048, 4096, 16384):
         count = (kib << 10) // _DTYPE.itemsize
@@ -144,11 +146,12 @@ def sums(ranks: Ranks) -> None:
         out = torch.empty_like(part)
         place = scratch[:count]
 
-        def two_shot(part: Tensor = part, place: Tensor = place, out: Tensor = out) -> None:
+        def two_shot(part: Tensor = part, place: Tensor = place, out: Tensor = out) -> Tensor:
             place.copy_(part)
             ops.two_shot_all_reduce_out(place, "sum", group, out)
+            return out
 
-        ways: dict[str, Callable[[], object]] = {
+        ways: dict[str, Callable[[], Tensor]] = {
             "nccl": partial(parallel._summed, part, group),
             "one_shot": partial(parallel._summed_by_kernel, place, part, group),
             "two_shot": two_shot,
@@ -158,7 +161,6 @@ def sums(ranks: Ranks) -> None:
         for name, way in ways.items():
             try:
                 done = way()
-                done = out if done is None else done
                 found[f"{name}_error"] = round(
                     float((done.float() - exact).norm() / exact.norm()), 5
                 )
@@ -172,13 +174,13 @@ def sums(ranks: Ranks) -> None:
 # Tokens
 
 
-def load_shape(name: str, dtype: torch.dtype, ranks: Ranks | None, layers: int) -> LoadedModel:
+def load_shape(name: str, dtype: torch.dtype, layers: int, ranks: Ranks | None) -> LoadedModel:
     """Return a network with random weights."""
     fields = networks.CONFIGS[name]
     before = fields["num_hidden_layers"]
     fields["num_hidden_layers"] = layers
     try:
-        model = networks.load(name, torch.device(_DEVICE), dtype, ranks, dummy_weights=True)
+        model: LoadedModel = networks.load(name, torch.device(_DEVICE), dtype, ranks, dummy_weights=True)
     finally:
         fields["num_hidden_layers"] = before
     if ranks is not None:
@@ -196,10 +198,7 @@ def tokens(ranks: Ranks) -> None:
     if _IS_GPU:
         ways = {name: (way, 16) for name, (way, _) in ways.items()}
         for name, layers in _LAYERS.items():
-            ways[name] = (
-                lambda cut, name=name, layers=layers: load_shape(name, float32, cut, layers),
-                16,
-            )
+            ways[name] = (partial(load_shape, name, float32, layers), 16)
     for name, (way, block_size) in ways.items():
         for with_drafts in (True, False):
             began = time.monotonic()
@@ -219,7 +218,8 @@ def tokens(ranks: Ranks) -> None:
 
 def few_graphs() -> None:
     """Capture two sizes of steps of one token a sequence; the others take a minute."""
-    cuda_graphs._FEW, cuda_graphs._STEP = (2,), 1000
+    setattr(cuda_graphs, "_FEW", (2,))  # noqa: B010  # it has a longer type
+    cuda_graphs._STEP = 1000
     warm_up.captured_tokens = lambda *_: 0
 
 
@@ -251,7 +251,7 @@ def far(got: Tensor, wanted: Tensor) -> float:
 
 def logits(ranks: Ranks) -> None:
     """In bfloat16, how far the logits of one and of all are from those of float32."""
-    alone = load_shape("qwen3-8b", torch.bfloat16, None, _LAYERS["qwen3-8b"]).network
+    alone = load_shape("qwen3-8b", torch.bfloat16, _LAYERS["qwen3-8b"], None).network
 
     def logits_of(network: PreTrainedModel) -> Tensor:
         ids = torch.arange(1, 129, device=network.device).view(2, 64) * 7919 % 150_000
@@ -262,7 +262,7 @@ def logits(ranks: Ranks) -> None:
     one = logits_of(alone)
     exact = logits_of(alone.float())
     del alone
-    shared = load_shape("qwen3-8b", torch.bfloat16, ranks, _LAYERS["qwen3-8b"]).network
+    shared = load_shape("qwen3-8b", torch.bfloat16, _LAYERS["qwen3-8b"], ranks).network
     many = logits_of(shared)
     if ranks.leads:
         best = exact.argmax(-1)
@@ -299,7 +299,7 @@ def speed(part: str, ranks: Ranks | None, name: str, layers: int, batches: Seque
     few_graphs()
     leads = ranks is None or ranks.leads
     if _IS_GPU:
-        model = load_shape(name, _DTYPE, ranks, layers)
+        model = load_shape(name, _DTYPE, layers, ranks)
     else:
         model = load_model(str(CHECKPOINT_DIR), torch.device("cpu"), _DTYPE, ranks)
     size = 1 if ranks is None else ranks.size
@@ -308,10 +308,9 @@ def speed(part: str, ranks: Ranks | None, name: str, layers: int, batches: Seque
     config = EngineConfig(
         num_blocks=4096, max_num_seqs=max(batches), max_num_batched_tokens=1024, compile=True
     )
-    kind = Engine if ranks is None else TwinEngine
-    engine = kind(model, backends.get_backend("auto"), config)
+    engine = engine_of(model, backends.get_backend("auto"), config)
     how = engine.prepare()
-    if not leads:
+    if isinstance(engine, TwinEngine) and not leads:
         engine.follow()
         return
     tell(part, ranks=size, network=name, event="prepared", how=how)
@@ -341,9 +340,10 @@ _MOMENTS = {  # who is killed when: rank (from the end if negative), and in whic
 _NUM_CLIENTS = 6
 
 
-def die() -> None:
+def die() -> list[Output]:
     tell("loss", event="killed", time_s=time.time())
     os.kill(os.getpid(), signal.SIGKILL)
+    return []
 
 
 def loss(ranks: Ranks, moment: str) -> None:
@@ -364,7 +364,7 @@ def loss(ranks: Ranks, moment: str) -> None:
         return
     left, run = iter(range(step or 0)), engine._step
     if is_victim:
-        engine._step = lambda: die() if next(left, None) is None else run()
+        engine._step = lambda: die() if next(left, None) is None else run()  # type: ignore[method-assign]
     engine.follow()
 
 
@@ -488,7 +488,11 @@ def run_all(rounds: Sequence[Sequence[Part]], seconds: float) -> None:
                 each.kill()
 
 
-_PARTS = ("sums", "tokens", "logits", "decode", "experts", "loss")
+_SPEED: dict[str, Callable[[Ranks | None], None]] = {"decode": decode, "experts": experts}
+_SHARED: dict[str, Callable[..., None]] = {
+    "sums": sums, "tokens": tokens, "logits": logits, "loss": loss,
+}  # fmt: skip
+_PARTS = (*_SPEED, *_SHARED)
 
 
 def plan(gpus: int, wanted: Sequence[str]) -> list[list[Part]]:
@@ -527,16 +531,10 @@ def main() -> None:
     size = int(os.environ["WORLD_SIZE"])
     with leaves():
         ranks = join_ranks(size, expert_parallel=options.run == "experts" and size > 1)
-        if options.run == "loss":
-            loss(ranks, *options.parts)
-        else:
-            {
-                "sums": sums,
-                "tokens": tokens,
-                "logits": logits,
-                "decode": decode,
-                "experts": experts,
-            }[options.run](ranks)
+        if options.run in _SPEED:
+            _SPEED[options.run](ranks)
+        elif ranks is not None:
+            _SHARED[options.run](ranks, *options.parts)
         if ranks is not None:
             ranks.disarm()
             dist.barrier()

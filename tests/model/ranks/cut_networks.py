@@ -12,9 +12,11 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 import backends
@@ -55,11 +57,11 @@ def load(kind: str, device: torch.device, ranks: Ranks | None, seed: int = 1) ->
     else:
         model = build_network(_sized(make_config(name, ""), sizes), seed)
     if ranks is None:
-        model.network.to(device)
+        nn.Module.to(model.network, device)
         return model
     sums = Sums(torch.float32, device, ranks)
     cuts = shard_network(model.network, ranks, sums)
-    model.network.to(device)
+    nn.Module.to(model.network, device)
     check_cut(model.network, ranks)
     return dataclasses.replace(model, ranks=ranks, cuts=cuts)
 
@@ -73,8 +75,8 @@ def _sized(config: PreTrainedConfig, sizes: dict[str, int]) -> PreTrainedConfig:
     return own
 
 
-def _with_sizes(make: Callable[[str], tuple], sizes: dict[str, int]) -> Callable[[str], tuple]:
-    def made(name: str) -> tuple:
+def _with_sizes(make: Callable[[str], tuple[Any, Any]], sizes: dict[str, int]) -> Callable[[str], tuple[Any, Any]]:
+    def made(name: str) -> tuple[Any, Any]:
         config, processor = make(name)
         return _sized(config, sizes), processor
 
@@ -175,7 +177,8 @@ def together(
             _drain(engine)
         second = _generated(engine, every)
         _drain(engine)
-        stats, transfers = engine.stats, engine.tiers.stats
+        stats = engine.stats
+        loads = 0 if engine.tiers is None else engine.tiers.stats.num_loads
         engine.end(goes_on=True)
     return {
         "equal": sum(one == two == own for one, two, own in zip(first, second, texts, strict=True)),
@@ -183,13 +186,13 @@ def together(
         "hits": stats.num_hit_tokens,
         "preemptions": stats.num_preemptions,
         "accepted": stats.num_accepted_tokens,
-        "loads": transfers.num_loads,
+        "loads": loads,
         "lost blocks": engine.kv.num_usable_blocks - engine.kv.num_free_blocks,
     }
 
 
 def _drain(engine: Engine) -> None:
-    while engine.tiers.is_busy:
+    while engine.tiers is not None and engine.tiers.is_busy:
         engine.tiers.wait()
         engine.tend()
 
@@ -204,7 +207,7 @@ def one_and_many(
     if torch.cuda.is_available():
         gc.collect()  # an engine is in cycles, and its network takes most of the memory
         torch.cuda.empty_cache()
-    wanted = ranks.broadcast(wanted)
+    wanted = cast("Tokens", ranks.broadcast(wanted))
     return together(load_it(ranks), wanted, block_size, with_drafts=with_drafts)
 
 
