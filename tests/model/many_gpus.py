@@ -1,13 +1,15 @@
-"""Measure several GPUs of one host beside one: `python -m tests.model.many_gpus [--gpus N] [PART...]`.
+"""Measure several GPUs of one host: `python -m tests.model.many_gpus [--gpus N] [PART...]`.
 
 Each part runs in processes of its own, with its own limit of time, so that a part that fails or
 hangs loses nothing of the others. Every result is a line of JSON as soon as it is known.
 
-- `sums`: all-reduces of all sizes, by one kernel that reads all parts, by one that reads a share of
-  them and writes the sum to all ranks, and by NCCL.
+- `sums`: all-reduces of many sizes against float64, and how long they take by our kernels (in one
+  message and in two), by PyTorch's one-shot kernel and by NCCL.
 - `tokens`: tokens of all ranks against those of one, with prefix cache hits, chunked prompts,
-  preemption, draft tokens and host memory, for cut-down networks and for the shape of an 8B network,
-  of Qwen3-30B-A3B and of DeepSeek's latents, with fewer layers.
+  preemption, draft tokens and host memory, for cut-down networks of every kind.
+- `shapes`: the same for the shapes of an 8B network, of Qwen3-30B-A3B and of DeepSeek's latents,
+  with fewer layers.
+- `logits`: how far bfloat16 logits of one GPU and of all are from those of float32.
 - `decode`: the speed of the 8B network on one GPU, on two and on all, batch 1 and 128.
 - `experts`: the speed of Qwen3-30B-A3B on one GPU and on all, expert parallel, batch 256.
 - `loss`: a rank is killed while the others load, make the engine, or run requests.
@@ -31,7 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import backends
+import model.ranks
 from model import EngineConfig, SamplingParams
 from model.async_engine import AsyncEngine
 from model.cli.exits import leaves
@@ -125,50 +128,65 @@ def microseconds(run: Callable[[], object], count: int, times: int = 20) -> floa
 
 
 def sums(ranks: Ranks) -> None:
-    made = parallel.Sums(_DTYPE, torch.device(_DEVICE), ranks)
-    shared = len(made._scratch) * _DTYPE.itemsize
+    made = parallel.Sums(torch.device(_DEVICE), ranks)
     if ranks.leads:
-        tell("sums", shared_bytes=shared, ranks=ranks.size)
+        tell("sums", ranks=ranks.size, shared_words=len(made._shared))
     if not _IS_GPU:
-        part = torch.ones(8)
+        is_right = made(torch.ones(8)).tolist() == [ranks.size] * 8
         if ranks.leads:
-            tell("sums", cpu=made(part).tolist() == [ranks.size] * 8)
-        else:
-            made(part)
+            tell("sums", is_right=is_right)
         return
-    memory = symmetric_memory
-    scratch = memory.empty(8 << 20, dtype=_DTYPE, device=torch.device(_DEVICE))
-    memory.rendezvous(scratch, dist.group.WORLD)
-    ops, group = torch.ops.symm_mem, made.group
-    for kib in (8, 16, 64, 256, 512, 1024, 2048, 4096, 16384):
-        count = (kib << 10) // _DTYPE.itemsize
-        part = torch.randn(count, device=_DEVICE, dtype=_DTYPE)
-        out = torch.empty_like(part)
-        place = scratch[:count]
-
-        def two_shot(part: Tensor = part, place: Tensor = place, out: Tensor = out) -> Tensor:
-            place.copy_(part)
-            ops.two_shot_all_reduce_out(place, "sum", group, out)
-            return out
-
-        ways: dict[str, Callable[[], Tensor]] = {
-            "nccl": partial(parallel._summed, part, group),
-            "one_shot": partial(parallel._summed_by_kernel, place, part, group),
-            "two_shot": two_shot,
+    kernels = sum_kernels()
+    group, own = made.group, (made._shared, ranks.rank, ranks.size)
+    scratch = symmetric_memory.empty(8 << 20, dtype=_DTYPE, device=torch.device(_DEVICE))
+    symmetric_memory.rendezvous(scratch, group)  # type: ignore[arg-type]  # a name is one
+    are_right(ranks, made)
+    usual = kernels._ONCE_BYTES
+    for kib in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384):
+        part = torch.randn((kib << 10) // _DTYPE.itemsize, device=_DEVICE, dtype=_DTYPE)
+        ways: dict[str, tuple[int, Callable[[], Tensor]]] = {
+            "nccl": (0, partial(parallel._summed, part, group)),
+            "torch": (0, partial(_torch_sum, scratch, part, group)),
         }
+        if kib <= 4096:
+            ways["twice"] = (0, partial(kernels.add_up, part, *own))
+        if kib <= 512:
+            ways["once"] = (1 << 40, partial(kernels.add_up, part, *own))
         found: dict[str, object] = {}
-        exact = parallel._summed(part.float(), group)
-        for name, way in ways.items():
-            try:
-                done = way()
-                found[f"{name}_error"] = round(
-                    float((done.float() - exact).norm() / exact.norm()), 5
-                )
-                found[name] = microseconds(way, 50)
-            except (RuntimeError, TypeError) as error:
-                found[name] = str(error).strip().split("\n")[0][:200]
+        for name, (once_bytes, way) in ways.items():
+            kernels._ONCE_BYTES = once_bytes
+            found[name] = microseconds(way, 50)
+        kernels._ONCE_BYTES = usual
         if ranks.leads:
             tell("sums", ranks=ranks.size, KiB=kib, **found)
+
+
+def sum_kernels() -> Any:  # Triton has no types
+    return model.ranks.sum_kernels
+
+
+def _torch_sum(scratch: Tensor, part: Tensor, group: str) -> Tensor:
+    done: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(
+        scratch[: part.numel()], part, "sum", group
+    )
+    return done
+
+
+def are_right(ranks: Ranks, made: parallel.Sums) -> None:
+    """Compare sums of many sizes and types, one behind the other, with those in float64."""
+    wrong, draw = 0, torch.Generator().manual_seed(7)  # the same on every rank
+    for number in range(600):
+        dtype = (torch.bfloat16, torch.float16, torch.float32)[number % 3]
+        count = int(torch.randint(1, 1 << (5 + number % 14), (1,), generator=draw)) * 32
+        part = torch.randn(count, device=_DEVICE, dtype=dtype)
+        got = made(part)
+        exact = parallel._summed(part.double(), made.group)
+        limit = 1e-5 if dtype == torch.float32 else 1e-2
+        first = parallel._all_gather(got.reshape(1, -1), ranks.size, made.group)
+        is_equal = bool((first == first[:1]).all())  # to the bit, on all ranks
+        wrong += not (is_equal and float((got - exact).norm() / exact.norm()) < limit)
+    if ranks.leads:
+        tell("sums", ranks=ranks.size, wrong=wrong, of=600)
 
 
 # Tokens
@@ -180,7 +198,9 @@ def load_shape(name: str, dtype: torch.dtype, layers: int, ranks: Ranks | None) 
     before = fields["num_hidden_layers"]
     fields["num_hidden_layers"] = layers
     try:
-        model: LoadedModel = networks.load(name, torch.device(_DEVICE), dtype, ranks, dummy_weights=True)
+        model: LoadedModel = networks.load(
+            name, torch.device(_DEVICE), dtype, ranks, dummy_weights=True
+        )
     finally:
         fields["num_hidden_layers"] = before
     if ranks is not None:
@@ -189,28 +209,38 @@ def load_shape(name: str, dtype: torch.dtype, layers: int, ranks: Ranks | None) 
 
 
 def tokens(ranks: Ranks) -> None:
-    device, float32 = torch.device(_DEVICE), torch.float32
-    ways: dict[str, tuple[cut_networks.Load, int]] = {
-        kind: (partial(cut_networks.load, kind, device), 4) for kind in cut_networks.KINDS
-    }
-    if ranks.size <= 4:
-        ways["tiny"] = (lambda cut: load_model(str(CHECKPOINT_DIR), device, float32, cut), 4)
-    if _IS_GPU:
-        ways = {name: (way, 16) for name, (way, _) in ways.items()}
-        for name, layers in _LAYERS.items():
-            ways[name] = (partial(load_shape, name, float32, layers), 16)
-    for name, (way, block_size) in ways.items():
-        for with_drafts in (True, False):
-            began = time.monotonic()
-            try:
-                found = cut_networks.one_and_many(way, ranks, block_size, with_drafts=with_drafts)
-            except RankLostError:
-                raise
-            except Exception as error:  # noqa: BLE001  # the next network may run
-                found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            if ranks.leads:
-                took = round(time.monotonic() - began, 1)
-                tell("tokens", ranks=ranks.size, network=name, drafts=with_drafts, **found, s=took)
+    device = torch.device(_DEVICE)
+    for kind in cut_networks.KINDS:
+        compare(ranks, kind, partial(cut_networks.load, kind, device))
+    if ranks.size <= 4:  # its heads
+        few_graphs()
+
+        def tiny(cut: Ranks | None) -> LoadedModel:
+            return load_model(str(CHECKPOINT_DIR), device, torch.float32, cut)
+
+        compare(ranks, "tiny", tiny)
+        compare(ranks, "tiny", tiny, prepares=True)
+
+
+def shapes(ranks: Ranks) -> None:
+    for name, layers in _LAYERS.items():
+        compare(ranks, name, partial(load_shape, name, torch.float32, layers))
+
+
+def compare(ranks: Ranks, name: str, way: cut_networks.Load, *, prepares: bool = False) -> None:
+    """Tell how many texts of all ranks equal those of one process, with drafts and without."""
+    for with_drafts in (True, False):
+        began = time.monotonic()
+        how = {"with_drafts": with_drafts, "prepares": prepares}
+        try:
+            found = cut_networks.one_and_many(way, ranks, 16 if _IS_GPU else 4, **how)
+        except RankLostError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the next network may run
+            found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        if ranks.leads:
+            took = round(time.monotonic() - began, 1)
+            tell("tokens", ranks=ranks.size, network=name, **how, **found, s=took)
 
 
 # Speed
@@ -227,7 +257,9 @@ def step_s(engine: Engine, batch: int) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step in which `batch` requests decode, and its kernels' in ms."""
     params = SamplingParams(max_tokens=_STEPS + 40, ignore_eos=True)
     vocab = min(engine.vocab_size, 150_000)
-    asked = [[(number * 977 + place * 31) % vocab for place in range(32)] for number in range(batch)]
+    asked = [
+        [(number * 977 + place * 31) % vocab for place in range(32)] for number in range(batch)
+    ]
     requests = [engine.add_request(prompt, params) for prompt in asked]
     while min(request.num_output_tokens for request in requests) < 8:
         engine.step()
@@ -274,21 +306,25 @@ def logits(ranks: Ranks) -> None:
 
 
 def kernels(engine: Engine) -> dict[str, float]:
-    """Return the ms a step of all kernels of this device, and of those that sum or gather."""
+    """Return the ms a step of kernels: all, while any runs, and those that sum or gather."""
     kind = ProfilerActivity.CUDA if _IS_GPU else ProfilerActivity.CPU
     with profile(activities=[kind]) as profiled:
         for _ in range(8):
             engine.step()
         wait_for_device()
-    found: dict[str, float] = {"all": 0.0, "sums": 0.0, "nccl": 0.0}
+    found: dict[str, float] = {"all": 0.0, "busy": 0.0, "sums": 0.0, "nccl": 0.0}
+    until = 0.0
     longest: dict[str, float] = {}
-    for event in profiled.events() or ():
+    for event in sorted(profiled.events() or (), key=lambda one: one.time_range.start):
+        span = event.time_range
+        found["busy"] += max(0.0, span.end - max(span.start, until)) / 8e3
+        until = max(until, span.end)
         name, took = event.name, event.device_time_total / 8e3
         found["all"] += took
         longest[name] = longest.get(name, 0.0) + took
         if "nccl" in name.lower():
             found["nccl"] += took
-        elif "all_reduce" in name:
+        elif name.startswith("_sum_"):
             found["sums"] += took
     for name in sorted(longest, key=longest.__getitem__)[-6:]:
         found[name[:60]] = longest[name]
@@ -341,7 +377,7 @@ _NUM_CLIENTS = 6
 
 
 def die() -> list[Output]:
-    tell("loss", event="killed", time_s=time.time())
+    tell("loss", event="killed")
     os.kill(os.getpid(), signal.SIGKILL)
     return []
 
@@ -417,12 +453,19 @@ class Processes:
         self.ended_s: dict[int, float] = {}
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         visible = ",".join(str(part.first + rank) for rank in range(part.size))
         shared = {
-            **os.environ, **_NO_MULTICAST, "MANY_GPUS_BEGAN": str(_BEGAN), "WORLD_SIZE": str(part.size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }  # fmt: skip
+            **os.environ,
+            **_NO_MULTICAST,
+            "MANY_GPUS_BEGAN": str(_BEGAN),
+            "WORLD_SIZE": str(part.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": visible,
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
         command = [sys.executable, "-m", "tests.model.many_gpus", "--run", part.name]
         self.ranks = [
             subprocess.Popen(
@@ -490,7 +533,7 @@ def run_all(rounds: Sequence[Sequence[Part]], seconds: float) -> None:
 
 _SPEED: dict[str, Callable[[Ranks | None], None]] = {"decode": decode, "experts": experts}
 _SHARED: dict[str, Callable[..., None]] = {
-    "sums": sums, "tokens": tokens, "logits": logits, "loss": loss,
+    "sums": sums, "tokens": tokens, "shapes": shapes, "logits": logits, "loss": loss,
 }  # fmt: skip
 _PARTS = (*_SPEED, *_SHARED)
 
@@ -505,18 +548,22 @@ def plan(gpus: int, wanted: Sequence[str]) -> list[list[Part]]:
         [Part("decode", gpus, 0, 110)],
         [Part("tokens", gpus, 0, 120)],
         [Part("experts", gpus, 0, 120)],
+        [Part("shapes", gpus, 0, 90)] if _IS_GPU else [],
         [Part("logits", gpus, 0, 60)] if _IS_GPU else [],
     ]
     losses = [Part("loss", gpus, 0, 60, (moment,)) for moment in _MOMENTS]
     rounds += [losses] if _IS_GPU else [[each] for each in losses]
-    chosen = [[part for part in parts if part.name in (wanted or _PARTS)] for parts in rounds]
+    chosen = [
+        [part for part in parts if {part.name, f"{part.name}:{part.size}"} & {*(wanted or _PARTS)}]
+        for parts in rounds
+    ]
     return [parts for parts in chosen if parts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.model.many_gpus")
     found = torch.cuda.device_count() if _IS_GPU else 4
-    parser.add_argument("parts", nargs="*", help=f"of {_PARTS}; none: all")
+    parser.add_argument("parts", nargs="*", help=f"of {_PARTS}, NAME:GPUS; none: all")
     parser.add_argument("--gpus", type=int, default=found, help="GPUs; on a CPU, processes")
     parser.add_argument("--seconds", type=float, default=470.0)
     parser.add_argument("--run", help=argparse.SUPPRESS)

@@ -105,7 +105,7 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
             return f"not dense: {error}"  # without a mask it does not even run whole
         wanted = _logits(network, tokens, adapter, {})
         try:
-            cuts = shard_network(network, ranks, Sums(network.dtype, network.device, ranks))
+            cuts = shard_network(network, ranks, Sums(network.device, ranks))
             check_cut(network, ranks)
         except UnsupportedModelError as error:
             return f"refused: {error}"

@@ -41,7 +41,10 @@ _EXPERTS = {"num_experts": 16, "n_routed_experts": 16, "num_experts_per_tok": 4}
 _KINDS: dict[str, tuple[str, dict[str, int]]] = {
     "repeated heads": ("Qwen3Config", _HEADS),
     "experts": ("Qwen3MoeConfig", _HEADS | _EXPERTS),
-    "latents": ("DeepseekV3Config", _EXPERTS | {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    "latents": (
+        "DeepseekV3Config",
+        _EXPERTS | {"num_attention_heads": 8, "num_key_value_heads": 8},
+    ),
     "recurrent": ("Qwen3NextConfig", _HEADS | _EXPERTS),
     "images": ("Qwen3VLConfig", _HEADS),
 }
@@ -59,7 +62,7 @@ def load(kind: str, device: torch.device, ranks: Ranks | None, seed: int = 1) ->
     if ranks is None:
         nn.Module.to(model.network, device)
         return model
-    sums = Sums(torch.float32, device, ranks)
+    sums = Sums(device, ranks)
     cuts = shard_network(model.network, ranks, sums)
     nn.Module.to(model.network, device)
     check_cut(model.network, ranks)
@@ -75,7 +78,9 @@ def _sized(config: PreTrainedConfig, sizes: dict[str, int]) -> PreTrainedConfig:
     return own
 
 
-def _with_sizes(make: Callable[[str], tuple[Any, Any]], sizes: dict[str, int]) -> Callable[[str], tuple[Any, Any]]:
+def _with_sizes(
+    make: Callable[[str], tuple[Any, Any]], sizes: dict[str, int]
+) -> Callable[[str], tuple[Any, Any]]:
     def made(name: str) -> tuple[Any, Any]:
         config, processor = make(name)
         return _sized(config, sizes), processor
@@ -94,8 +99,8 @@ def asked(engine: Engine) -> list[Submission]:
     if not isinstance(codec, NoImages):
         found = []
         for text, images in vision.PROMPTS:
-            text = text.replace("#", codec.mark)
-            tokens, items = codec.encode(text, images, engine.config)
+            marked = text.replace("#", codec.mark)
+            tokens, items = codec.encode(marked, images, engine.config)
             found.append(Submission(tokens, params, images=items))
         return found
     shared = [(7 * place) % (vocab_size - 9) + 5 for place in range(3 * block_size)]
@@ -118,8 +123,8 @@ def _others(engine: Engine, count: int) -> Iterator[Submission]:
 def _worth_loading() -> Iterator[None]:
     """Load all that is found: networks this small compute faster."""
     with (
-        mock.patch.object(TransferCosts, "is_worth", lambda *_: True),
-        mock.patch.object(TransferCosts, "deadline_s", lambda *_: 60.0),
+        mock.patch.object(TransferCosts, "is_worth", return_value=True),
+        mock.patch.object(TransferCosts, "deadline_s", return_value=60.0),
     ):
         yield
 
@@ -142,7 +147,7 @@ def _generated(engine: Engine, every: Sequence[Submission]) -> Tokens:
 
 
 def together(
-    model: LoadedModel, texts: Tokens, block_size: int, *, with_drafts: bool
+    model: LoadedModel, texts: Tokens, block_size: int, *, with_drafts: bool, prepares: bool
 ) -> dict[str, object]:
     """Return the tokens of all ranks' engine and how often each of its parts was used.
 
@@ -151,6 +156,7 @@ def together(
         texts: the tokens that each prompt should give: drafts are taken from them.
         block_size: of the caches.
         with_drafts: verify draft tokens; else steps may be sent before tokens are read.
+        prepares: compile the network, and capture CUDA graphs on a GPU.
     """
     config = EngineConfig(
         num_blocks=40,
@@ -159,10 +165,13 @@ def together(
         host_memory_bytes=1 << 30,
         swap_memory_bytes=0,
         drafts="ngram" if with_drafts else None,
+        compile=prepares,
     )
     with _worth_loading():
         backend = backends.get_backend("auto")
         engine = TwinEngine(model, backend, config, is_checked=True)
+        if prepares:
+            engine.prepare()
         every = asked(engine)
         if with_drafts:
             known = [(*one.prompt, *own) for one, own in zip(every, texts, strict=True)]
@@ -198,7 +207,12 @@ def _drain(engine: Engine) -> None:
 
 
 def one_and_many(
-    load_it: Load, ranks: Ranks, block_size: int, *, with_drafts: bool = True
+    load_it: Load,
+    ranks: Ranks,
+    block_size: int,
+    *,
+    with_drafts: bool = True,
+    prepares: bool = False,
 ) -> dict[str, object]:
     """Compare one process with all ranks; every rank calls it, and rank 0 has the result."""
     wanted: Tokens = []
@@ -208,7 +222,8 @@ def one_and_many(
         gc.collect()  # an engine is in cycles, and its network takes most of the memory
         torch.cuda.empty_cache()
     wanted = cast("Tokens", ranks.broadcast(wanted))
-    return together(load_it(ranks), wanted, block_size, with_drafts=with_drafts)
+    model = load_it(ranks)
+    return together(model, wanted, block_size, with_drafts=with_drafts, prepares=prepares)
 
 
 def are_all_used(found: dict[str, object], *, with_drafts: bool = True) -> bool:
@@ -217,5 +232,3 @@ def are_all_used(found: dict[str, object], *, with_drafts: bool = True) -> bool:
     if with_drafts:
         used.append(found["accepted"])
     return found["equal"] == found["of"] and not found["lost blocks"] and all(used)
-
-
