@@ -88,17 +88,19 @@ def _with_sizes(
     return made
 
 
-def asked(engine: Engine) -> list[Submission]:
+def asked(engine: Engine, block_size: int) -> list[Submission]:
     """Return prompts of one to five blocks, most of which share their first blocks.
 
     For a network with a vision tower they are texts with images.
     """
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    vocab_size, block_size = engine.vocab_size, engine.config.block_size
-    codec = engine.model.images
+    vocab_size, codec = engine.vocab_size, engine.model.images
     if not isinstance(codec, NoImages):
         found = []
         for text, images in vision.PROMPTS:
+            if not images:
+                found.append(Submission(engine.model.codec.encode(text), params))
+                continue
             marked = text.replace("#", codec.mark)
             tokens, items = codec.encode(marked, images, engine.config)
             found.append(Submission(tokens, params, images=items))
@@ -110,10 +112,10 @@ def asked(engine: Engine) -> list[Submission]:
     return [Submission(prompt, params) for prompt in every]
 
 
-def _others(engine: Engine, count: int) -> Iterator[Submission]:
+def _others(engine: Engine, block_size: int, count: int) -> Iterator[Submission]:
     """Yield prompts that share nothing, and take the blocks of all that is cached."""
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    vocab_size, length = engine.vocab_size, 4 * engine.config.block_size
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    vocab_size, length = engine.vocab_size, 4 * block_size
     for number in range(count):
         prompt = [(13 * number + 5 * place) % (vocab_size - 9) + 5 for place in range(length)]
         yield Submission(prompt, params)
@@ -133,7 +135,7 @@ def alone(model: LoadedModel, block_size: int) -> Tokens:
     """Return the tokens of each prompt by an engine that has room for all, and reuses nothing."""
     config = EngineConfig(num_blocks=200, block_size=block_size, enable_prefix_caching=False)
     engine = Engine(model, backends.get_backend("auto"), config)
-    return _generated(engine, asked(engine))
+    return _generated(engine, asked(engine, block_size))
 
 
 def _generated(engine: Engine, every: Sequence[Submission]) -> Tokens:
@@ -159,7 +161,7 @@ def together(
         prepares: compile the network, and capture CUDA graphs on a GPU.
     """
     config = EngineConfig(
-        num_blocks=40,
+        num_blocks=32,
         block_size=block_size,
         max_num_batched_tokens=block_size + 7,
         host_memory_bytes=1 << 30,
@@ -172,7 +174,7 @@ def together(
         engine = TwinEngine(model, backend, config, is_checked=True)
         if prepares:
             engine.prepare()
-        every = asked(engine)
+        every = asked(engine, block_size)
         if with_drafts:
             known = [(*one.prompt, *own) for one, own in zip(every, texts, strict=True)]
             engine._scheduler._drafter = KnowingDrafter(known)
@@ -181,7 +183,7 @@ def together(
             engine.follow()
             return {}
         first = _generated(engine, every)
-        for other in _others(engine, 12):
+        for other in _others(engine, block_size, 8):
             _generated(engine, [other])
             _drain(engine)
         second = _generated(engine, every)
