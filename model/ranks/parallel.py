@@ -37,6 +37,7 @@ Cut = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _OPS = torch.ops._c10d_functional  # noqa: SLF001  # collectives that can be traced
 _KERNEL_SIZES = (2, 4, 8)  # the numbers of ranks whose sums may be a kernel
+_MOST_RANKS = 16  # the most that an error names
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SUMMED = {"rowwise", "rowwise_rep", "rowwise_split_input"}
@@ -196,7 +197,6 @@ class _Sharding:
         return cut & {"k_proj", *_FUSED}
 
     def _check_heads(self) -> None:
-        size = self._ranks.size
         if self._is_sparse:  # Gemma 3n
             raise UnsupportedModelError(
                 "--tp: activation_sparsity_pattern: wanted layers that compute an activation from "
@@ -204,22 +204,25 @@ class _Sharding:
             )
         if not self._cut_projections:
             return
-        if self._num_heads % size:
-            raise UnsupportedModelError(
-                f"--tp: wanted a divisor of the network's {self._num_heads} attention heads, "
-                f"got {size}"
-            )
         is_fused = not self._cut_projections.isdisjoint(_FUSED)
-        for count in set(self._kv_heads.values()):
-            if is_fused and count % size:
-                raise UnsupportedModelError(
-                    f"--tp: wanted a divisor of the network's {count} KV heads, got {size}"
-                )
-            if max(count, size) % min(count, size):
-                raise UnsupportedModelError(
-                    f"--tp: wanted a divisor or a multiple of the network's {count} KV heads, "
-                    f"got {size}"
-                )
+        counts = sorted({*self._kv_heads.values()})
+
+        def fits(size: int) -> bool:  # with fewer KV heads than ranks, several have the same
+            return self._num_heads % size == 0 and all(
+                count % size == 0 or (size % count == 0 and not is_fused) for count in counts
+            )
+
+        shown = " or ".join(map(str, counts))
+        heads = f"the network's {self._num_heads} attention heads and {shown} KV heads"
+        self._check_size(heads, fits)
+
+    def _check_size(self, what: str, fits: Callable[[int], bool], flag: str = "--tp") -> None:
+        """Refuse a number of ranks that does not fit, and name those that do. O(1)."""
+        if not fits(self._ranks.size):
+            sizes = ", ".join(str(size) for size in range(1, _MOST_RANKS + 1) if fits(size))
+            raise UnsupportedModelError(
+                f"{flag}: wanted one of {sizes}, which fit {what}, got {self._ranks.size}"
+            )
 
     def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
         if style in _WHOLE:
@@ -306,10 +309,8 @@ class _Sharding:
         in Transformers' `AllReduceEP`.
         """
         count, size = int(module.num_experts), self._ranks.size  # type: ignore[arg-type]
-        if count % size:
-            raise UnsupportedModelError(
-                f"--expert-parallel: wanted a divisor of the {count} experts of {name}, got {size}"
-            )
+        what = f"the {count} experts of {name}"
+        self._check_size(what, lambda size: count % size == 0, "--expert-parallel")
         count //= size
         start = self._ranks.rank * count
         module.num_experts, module._is_expert_parallel = count, True  # type: ignore[assignment]  # noqa: SLF001
@@ -348,11 +349,9 @@ class _Sharding:
     def _part(self, name: str, tensor: Tensor, dim: int, *, pieces: int = 1) -> Tensor:
         """This rank's part along a dimension, of each of `pieces` consecutive pieces."""
         size, rank = self._ranks.size, self._ranks.rank
-        if tensor.shape[dim] % (size * pieces):
-            raise UnsupportedModelError(
-                f"--tp: wanted a divisor of {tensor.shape[dim] // pieces}, a size of {name}, got "
-                f"{size}"
-            )
+        length = tensor.shape[dim]
+        what = f"{length // pieces}, a size of {name}"
+        self._check_size(what, lambda size: length % (size * pieces) == 0)
         parts = [piece.chunk(size, dim)[rank] for piece in tensor.chunk(pieces, dim)]
         return torch.cat(parts, dim) if pieces > 1 else parts[0].clone()
 
