@@ -28,7 +28,6 @@ import logging
 import queue
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
 from model.control.clients import FairLimit
@@ -47,9 +46,7 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
 _HAND_OVER_S = 0.002
 """The longest that the engine waits for the loop to take what cannot wait."""
 
-_LET_GO_S = 0.5
-"""How long the engine's thread may take to end after a loss; one that waits for a GPU does not."""
-
+_LET_GO_S = 0.5  # for the engine's thread to end after a loss
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -201,12 +198,7 @@ class AsyncEngine:
         await self.ready()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property
@@ -321,7 +313,7 @@ class AsyncEngine:
         """
         if self._engine is None or self._state is EngineState.STOPPED:
             raise NotServingError(f"call: the engine does not run (state: {self._state.value})")
-        return await self._ask(run, _itself)
+        return await self._ask(run, lambda value: value)
 
     async def drain(self, deadline_s: float) -> int:
         """Take no more requests, wait for those that are there, and stop.
@@ -447,9 +439,8 @@ class AsyncEngine:
         self, requests: Sequence[Request], params: Sequence[SamplingParams], arrived_s: float
     ) -> TokenStream:
         """The stream of requests that were queued; nothing of them has come yet."""
-        model = self.engine.model
         samples = [
-            Sample(number, request, model.open_text(each), arrived_s)
+            Sample(number, request, self.engine.model.open_text(each), arrived_s)
             for number, (request, each) in enumerate(zip(requests, params, strict=True))
         ]
         stream = TokenStream(self.abort, samples)
@@ -546,8 +537,6 @@ class AsyncEngine:
             self._ready.set_result(None)
 
     def _faulted(self, error: Exception) -> None:
-        if self._state is EngineState.STOPPED:  # cut off before
-            return
         self._num_faults += 1
         self._last_fault = f"{type(error).__name__}: {error}"
         if self._state is EngineState.READY:
@@ -578,11 +567,11 @@ class AsyncEngine:
         """Have the engine's thread publish and go on with transfers, from any thread."""
         self._inbox.put(_Command(_tend, _nothing))
 
-    def _lose(self, error: RankLostError) -> None:
-        """End everything, from any thread: the engine's may wait for a GPU without end."""
-        with contextlib.suppress(_LoopGoneError):
-            self._post(functools.partial(self._faulted, error))
-            if not self._over.wait(_LET_GO_S):
+    def _lose(self, error: Exception) -> None:
+        """End everything, from any thread, if the engine's waits for a GPU without end."""
+        if not self._over.wait(_LET_GO_S):
+            with contextlib.suppress(_LoopGoneError):
+                self._post(functools.partial(self._faulted, error))
                 self._post(functools.partial(self._ended, error))
 
     # What follows runs on the engine's thread.
@@ -594,8 +583,7 @@ class AsyncEngine:
             try:
                 if self._announce is not None:
                     self._announcer = self._announce(engine, self._wake)
-                engine.woken_by(self._wake)
-                engine.cut_off_by(self._lose)
+                engine.woken_by(self._wake, self._lose)
                 self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:
@@ -640,12 +628,11 @@ class AsyncEngine:
     def _step(self, engine: EngineCore) -> None:
         try:
             outputs = engine.step()
-        except RankLostError as error:  # nothing goes on without it
+        except Exception as error:  # a fault costs the requests it meets
             self._post(functools.partial(self._faulted, error))
-            raise
-        except Exception as error:  # noqa: BLE001  # a fault costs the requests it meets
+            if isinstance(error, RankLostError):  # nothing goes on without it
+                raise
             _log.exception("a step failed, and with it all unfinished requests")
-            self._post(functools.partial(self._faulted, error))
             self._recover(engine)
             return
         if outputs:
@@ -688,10 +675,6 @@ def _cannot_wait(output: Output) -> bool:
 def _abort_everything(engine: EngineCore) -> None:
     for request in (*engine.running, *engine.waiting):
         engine.abort(request)
-
-
-def _itself(value: _T) -> _T:
-    return value
 
 
 def _nothing(*_: object) -> None:

@@ -32,13 +32,7 @@ from model.control.scheduler import Scheduler
 from model.control.step import SAMPLE, Flight, SchedulerStats, Step, StepWatch, Unwatched, samplers
 from model.control.submission import Prompt, Submission
 from model.control.tier_transfers import TierTransfers
-from model.errors import (
-    InvalidArgumentError,
-    ModelError,
-    NumericalError,
-    RankLostError,
-    StalledError,
-)
+from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
 from model.load.text import TextStream
 from model.trace import StepRecorder
 
@@ -281,14 +275,14 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.close()
 
-    def woken_by(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on another thread, when `tend` has something to do. O(1)."""
+    def woken_by(self, wake: Callable[[], None], lose: Callable[[Exception], object]) -> None:
+        """Have `wake` called, on another thread, when `tend` has something to do. O(1).
+
+        `lose` is called likewise when no step can end any more, because another rank is lost.
+        """
+        del lose
         if self.tiers is not None:
             self.tiers.wake = wake
-
-    def cut_off_by(self, tell: Callable[[RankLostError], object]) -> None:
-        """Have `tell` called, on another thread, when no step can end any more. O(1)."""
-        del tell
 
     @property
     def patience_s(self) -> float | None:

@@ -22,7 +22,7 @@ from model.control.request import Request
 from model.control.step import Flight, Step
 from model.control.submission import Submission
 from model.engine_core import EngineCore, Output
-from model.errors import RankLostError, RanksDivergedError, StalledError
+from model.errors import RanksDivergedError, StalledError
 
 _DIGEST_BYTES = 16
 
@@ -76,7 +76,7 @@ class Group(Protocol):
         """This process ends in order."""
         ...
 
-    def when_lost(self, tell: Callable[[RankLostError], object]) -> None:
+    def when_lost(self, tell: Callable[[Exception], object]) -> None:
         """Call `tell` on another thread when a process is lost."""
         ...
 
@@ -151,9 +151,10 @@ class TwinCore(EngineCore):
             self._tell(_Tended())
             super().tend()
 
-    def cut_off_by(self, tell: Callable[[RankLostError], object]) -> None:
+    def woken_by(self, wake: Callable[[], None], lose: Callable[[Exception], object]) -> None:
         """As an engine's: the watchdog notices a loss while a GPU waits for a rank without end."""
-        self._ranks.when_lost(tell)
+        super().woken_by(wake, lose)
+        self._ranks.when_lost(lose)
 
     def end(self, *, goes_on: bool = False) -> None:
         """Let the other ranks come back from `follow`. One message; tiers close as an engine's.

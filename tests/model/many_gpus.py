@@ -88,7 +88,7 @@ _DEEPSEEK = {
 }  # fmt: skip
 networks.CONFIGS["qwen3-30b-a3b"] = _QWEN3_MOE
 networks.CONFIGS["deepseek-latents"] = _DEEPSEEK
-_LAYERS = {"qwen3-8b": 36, "qwen3-30b-a3b": 6, "deepseek-latents": 4}
+_LAYERS = {"qwen3-8b": 12, "qwen3-30b-a3b": 4, "deepseek-latents": 4}
 
 
 def tell(part: str, **values: object) -> None:
@@ -229,18 +229,19 @@ def shapes(ranks: Ranks) -> None:
 
 def compare(ranks: Ranks, name: str, way: cut_networks.Load, *, prepares: bool = False) -> None:
     """Tell how many texts of all ranks equal those of one process, with drafts and without."""
-    for with_drafts in (True, False):
-        began = time.monotonic()
-        how = {"with_drafts": with_drafts, "prepares": prepares}
-        try:
-            found = cut_networks.one_and_many(way, ranks, 16 if _IS_GPU else 4, **how)
-        except RankLostError:
-            raise
-        except Exception as error:  # noqa: BLE001  # the next network may run
-            found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        if ranks.leads:
-            took = round(time.monotonic() - began, 1)
-            tell("tokens", ranks=ranks.size, network=name, **how, **found, s=took)
+    began, block_size = time.monotonic(), 16 if _IS_GPU else 4
+    try:
+        every = cut_networks.one_and_many(
+            way, ranks, block_size, drafts=(True, False), prepares=prepares
+        )
+    except RankLostError:
+        raise
+    except Exception as error:  # noqa: BLE001  # the next network may run
+        every = [{"error": f"{type(error).__name__}: {str(error)[:300]}"}]
+    if ranks.leads:
+        took = round(time.monotonic() - began, 1)
+        for found in every:
+            tell("tokens", ranks=ranks.size, network=name, prepares=prepares, **found, s=took)
 
 
 # Speed
@@ -283,7 +284,7 @@ def far(got: Tensor, wanted: Tensor) -> float:
 
 def logits(ranks: Ranks) -> None:
     """In bfloat16, how far the logits of one and of all are from those of float32."""
-    alone = load_shape("qwen3-8b", torch.bfloat16, _LAYERS["qwen3-8b"], None).network
+    alone = load_shape("qwen3-8b", torch.bfloat16, 36, None).network
 
     def logits_of(network: PreTrainedModel) -> Tensor:
         ids = torch.arange(1, 129, device=network.device).view(2, 64) * 7919 % 150_000
@@ -294,7 +295,7 @@ def logits(ranks: Ranks) -> None:
     one = logits_of(alone)
     exact = logits_of(alone.float())
     del alone
-    shared = load_shape("qwen3-8b", torch.bfloat16, _LAYERS["qwen3-8b"], ranks).network
+    shared = load_shape("qwen3-8b", torch.bfloat16, 36, ranks).network
     many = logits_of(shared)
     if ranks.leads:
         best = exact.argmax(-1)
@@ -542,17 +543,17 @@ def plan(gpus: int, wanted: Sequence[str]) -> list[list[Part]]:
     """Return the rounds of parts for a number of GPUs; what needs few runs at once."""
     pair = [Part("decode", 2, 1, 130)] if gpus >= 4 else []
     alone = [Part("experts", 1, gpus - 1, 150)] if gpus >= 4 else []
+    losses = [Part("loss", gpus, 0, 60, (moment,)) for moment in _MOMENTS]
     rounds = [
         [Part("sums", gpus, 0, 60)],
+        *([losses] if _IS_GPU else [[each] for each in losses]),
         [Part("decode", 1, 0, 130), *pair, *alone],
         [Part("decode", gpus, 0, 110)],
-        [Part("tokens", gpus, 0, 120)],
         [Part("experts", gpus, 0, 120)],
+        [Part("tokens", gpus, 0, 120)],
         [Part("shapes", gpus, 0, 90)] if _IS_GPU else [],
         [Part("logits", gpus, 0, 60)] if _IS_GPU else [],
     ]
-    losses = [Part("loss", gpus, 0, 60, (moment,)) for moment in _MOMENTS]
-    rounds += [losses] if _IS_GPU else [[each] for each in losses]
     chosen = [
         [part for part in parts if {part.name, f"{part.name}:{part.size}"} & {*(wanted or _PARTS)}]
         for parts in rounds

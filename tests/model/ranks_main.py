@@ -174,9 +174,8 @@ def many(ranks: Ranks, kinds: list[str]) -> None:
                 )
             )
         for number, kind in enumerate(kinds):
-            load_it = partial(cut_networks.load, kind, device)
-            way = {"with_drafts": number % 2 == 0}
-            found[kind] = cut_networks.one_and_many(load_it, ranks, 4, **way) | way
+            load_it, drafts = partial(cut_networks.load, kind, device), (number % 2 == 0,)
+            [found[kind]] = cut_networks.one_and_many(load_it, ranks, 4, drafts=drafts)
     if ranks.leads:
         say(json.dumps(found))
 

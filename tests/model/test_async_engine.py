@@ -266,7 +266,7 @@ def test_a_lost_rank_is_told_to_all_while_the_engine_waits_for_a_gpu(engine, mon
         return send(*args)
 
     monkeypatch.setattr(engine._runner, "send", wait)
-    monkeypatch.setattr(engine, "cut_off_by", tells.append)
+    monkeypatch.setattr(engine, "woken_by", lambda _, lose: tells.append(lose))
     lost = RankLostError("rank 3 is gone")
 
     async def main():

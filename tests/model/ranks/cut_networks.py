@@ -192,6 +192,7 @@ def together(
         loads = 0 if engine.tiers is None else engine.tiers.stats.num_loads
         engine.end(goes_on=True)
     return {
+        "drafts": with_drafts,
         "equal": sum(one == two == own for one, two, own in zip(first, second, texts, strict=True)),
         "of": len(texts),
         "hits": stats.num_hit_tokens,
@@ -213,10 +214,13 @@ def one_and_many(
     ranks: Ranks,
     block_size: int,
     *,
-    with_drafts: bool = True,
+    drafts: Sequence[bool] = (True,),
     prepares: bool = False,
-) -> dict[str, object]:
-    """Compare one process with all ranks; every rank calls it, and rank 0 has the result."""
+) -> list[dict[str, object]]:
+    """Compare one process with all ranks, for each of `drafts`; rank 0 has the results.
+
+    Every rank calls it.
+    """
     wanted: Tokens = []
     if ranks.leads:
         wanted = alone(load_it(None), block_size)
@@ -225,12 +229,13 @@ def one_and_many(
         torch.cuda.empty_cache()
     wanted = cast("Tokens", ranks.broadcast(wanted))
     model = load_it(ranks)
-    return together(model, wanted, block_size, with_drafts=with_drafts, prepares=prepares)
+    return [
+        together(model, wanted, block_size, with_drafts=each, prepares=prepares) for each in drafts
+    ]
 
 
-def are_all_used(found: dict[str, object], *, with_drafts: bool = True) -> bool:
+def are_all_used(found: dict[str, object]) -> bool:
     """Return True if tokens are equal, no block is lost, and every part of the engine was used."""
     used = [found[name] for name in ("hits", "preemptions", "loads")]
-    if with_drafts:
-        used.append(found["accepted"])
+    used.append(found["accepted"] or not found["drafts"])
     return found["equal"] == found["of"] and not found["lost blocks"] and all(used)

@@ -141,7 +141,7 @@ def test_a_twin_may_be_used_again_after_an_end_that_goes_on():
 
 def test_a_loss_is_told_to_what_serves_the_engine():
     tape, told = Tape(0), []
-    twin(tape).cut_off_by(told.append)
+    twin(tape).woken_by(lambda: None, told.append)
     tape.tell("a loss")
     assert told == ["a loss"]
 
