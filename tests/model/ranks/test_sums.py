@@ -2,7 +2,12 @@
 
 import json
 
+import pytest
 import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
 
 from model.ranks import sum_kernels
 
@@ -30,3 +35,25 @@ def test_parts_that_no_line_fits_are_added_up_by_nccl():
     assert not sum_kernels.takes(fits[:0], 4)
     large = torch.empty(sum_kernels.MOST_BYTES // 2 + 64, dtype=torch.bfloat16)
     assert not sum_kernels.takes(large, 4)
+
+
+@pytest.mark.parametrize(("capability", "size"), [(80, 8), (90, 4)])
+@pytest.mark.parametrize("name", ["_sum_once", "_sum_twice"])
+def test_a_gpu_waits_once_for_each_line_of_each_gpu(name, capability, size):
+    kernel = getattr(sum_kernels, name)
+    fixed = {"RANK": 1, "SIZE": size, "MOST": 4096, "DTYPE": tl.bfloat16, "TILE": sum_kernels.TILE}
+    fixed |= {"HEAD": sum_kernels._HEAD, "FIRST": sum_kernels._MOST_SIZE}
+    kinds = {"part": "*i32", "out": "*i32", "shared": "*i64", "num_lines": "i32"}
+    names = [*kinds, *fixed]
+    made = compile_kernel(
+        ASTSource(
+            fn=kernel,
+            signature=kinds | dict.fromkeys(fixed, "constexpr"),
+            constexprs={(names.index(key),): value for key, value in fixed.items()},
+            attrs={(index,): [["tt.divisibility", 16]] for index in range(3)},
+        ),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 8},
+    )
+    num_reads = made.asm["ptx"].count("ld.volatile.global.v4")
+    assert num_reads == size * (1 if name == "_sum_once" else 2)
