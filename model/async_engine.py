@@ -28,7 +28,6 @@ import logging
 import queue
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
 from model.control.clients import FairLimit
@@ -47,6 +46,7 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
 _HAND_OVER_S = 0.002
 """The longest that the engine waits for the loop to take what cannot wait."""
 
+_LET_GO_S = 0.5  # for the engine's thread to end after a loss
 _LONG_TEXT = 4096  # characters; a longer text is cut into tokens on another thread
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -183,6 +183,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[_Command | None] = self.host.queue()
         self._open: dict[int, tuple[TokenStream, Sample]] = {}  # by request_id
         self._held: dict[int, tuple[TokenStream, Sample]] = {}  # have tokens to hand out, likewise
+        self._over = self.host.event()  # the thread is at its end
         self._pace = Pace(stream_share, now=self.host.now_s, worked=self.host.worked_s)
         self._timer: asyncio.TimerHandle | None = None
         self._counts = FairLimit()
@@ -197,12 +198,7 @@ class AsyncEngine:
         await self.ready()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property
@@ -318,7 +314,7 @@ class AsyncEngine:
         """
         if self._engine is None or self._state is EngineState.STOPPED:
             raise NotServingError(f"call: the engine does not run (state: {self._state.value})")
-        return await self._ask(run, _itself)
+        return await self._ask(run, lambda value: value)
 
     async def drain(self, deadline_s: float) -> int:
         """Take no more requests, wait for those that are there, and stop.
@@ -444,9 +440,8 @@ class AsyncEngine:
         self, requests: Sequence[Request], params: Sequence[SamplingParams], arrived_s: float
     ) -> TokenStream:
         """Return the stream of requests that were queued; none of their tokens has come yet."""
-        model = self.engine.model
         samples = [
-            Sample(number, request, model.open_text(each), arrived_s)
+            Sample(number, request, self.engine.model.open_text(each), arrived_s)
             for number, (request, each) in enumerate(zip(requests, params, strict=True))
         ]
         stream = TokenStream(self.abort, samples)
@@ -573,6 +568,13 @@ class AsyncEngine:
         """Have the engine's thread publish and go on with transfers, from any thread."""
         self._inbox.put(_Command(_tend, _nothing))
 
+    def _lose(self, error: Exception) -> None:
+        """End everything, from any thread, if the engine's waits for a GPU without end."""
+        if not self._over.wait(_LET_GO_S):
+            with contextlib.suppress(_LoopGoneError):
+                self._post(functools.partial(self._faulted, error))
+                self._post(functools.partial(self._ended, error))
+
     # What follows runs on the engine's thread.
 
     def _run(self) -> None:
@@ -582,7 +584,7 @@ class AsyncEngine:
             try:
                 if self._announce is not None:
                     self._announcer = self._announce(engine, self._wake)
-                engine.woken_by(self._wake)
+                engine.woken_by(self._wake, self._lose)
                 self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:
@@ -597,6 +599,7 @@ class AsyncEngine:
             return
         except Exception as error:  # noqa: BLE001  # it is raised where `ready` is awaited
             fault = error
+        self._over.set()
         with contextlib.suppress(_LoopGoneError):
             self._post(functools.partial(self._ended, fault))
 
@@ -626,12 +629,11 @@ class AsyncEngine:
     def _step(self, engine: EngineCore) -> None:
         try:
             outputs = engine.step()
-        except RankLostError as error:  # nothing goes on without it
+        except Exception as error:  # a fault costs the requests it meets
             self._post(functools.partial(self._faulted, error))
-            raise
-        except Exception as error:  # noqa: BLE001  # a fault costs the requests it meets
+            if isinstance(error, RankLostError):  # nothing goes on without it
+                raise
             _log.exception("a step failed, and with it all unfinished requests")
-            self._post(functools.partial(self._faulted, error))
             self._recover(engine)
             return
         if outputs:
@@ -674,10 +676,6 @@ def _cannot_wait(output: Output) -> bool:
 def _abort_everything(engine: EngineCore) -> None:
     for request in (*engine.running, *engine.waiting):
         engine.abort(request)
-
-
-def _itself(value: _T) -> _T:
-    return value
 
 
 def _nothing(*_: object) -> None:

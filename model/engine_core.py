@@ -276,8 +276,12 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.close()
 
-    def woken_by(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on another thread, when `tend` has something to do. O(1)."""
+    def woken_by(self, wake: Callable[[], None], lose: Callable[[Exception], object]) -> None:
+        """Have `wake` called, on another thread, when `tend` has something to do. O(1).
+
+        `lose` is called likewise when no step can end any more, because another rank is lost.
+        """
+        del lose
         if self.tiers is not None:
             self.tiers.wake = wake
 

@@ -76,6 +76,10 @@ class Group(Protocol):
         """State that this process ends in order: its end is no loss."""
         ...
 
+    def when_lost(self, tell: Callable[[Exception], object]) -> None:
+        """Call `tell` on another thread when a process is lost."""
+        ...
+
     def detecting_loss(self, *, or_fail: bool = False) -> AbstractContextManager[None]:
         """Raise errors of the body as the loss of another process, if one is gone."""
         ...
@@ -152,6 +156,11 @@ class TwinCore(EngineCore):
         if self._said or self.tiers.has_work:
             self._tell(_Tended())
             super().tend()
+
+    def woken_by(self, wake: Callable[[], None], lose: Callable[[Exception], object]) -> None:
+        """As an engine's: the watchdog notices a loss while a GPU waits for a rank without end."""
+        super().woken_by(wake, lose)
+        self._ranks.when_lost(lose)
 
     def end(self, *, goes_on: bool = False) -> None:
         """Let the other ranks come back from `follow`. One message; tiers close as an engine's.

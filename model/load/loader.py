@@ -174,7 +174,7 @@ def load_model(
     if ranks is None:
         network = _load_network(source, config, dtype, device, stored, shapes, found)
     else:
-        sums = Sums(dtype, device, ranks)  # all ranks at once, so before they take turns
+        sums = Sums(device, ranks)  # all ranks at once, so before they take turns
         ranks.wait_turn()
         network = _load_network(source, config, dtype, device, stored, shapes, found)
         cuts = shard_network(network, ranks, sums)

@@ -5,9 +5,8 @@ parts of weights and plain collectives, so that tracing, compilation and CUDA gr
 operations; that KV heads are replicated if there are fewer than ranks. The scheme is Megatron-LM's
 (Shoeybi et al. 2019, arXiv:1909.08053): one all-reduce after each attention and each MLP.
 
-On GPUs of one host that can read each other's memory, a small sum is one kernel on the network's
-stream; a collective of NCCL, on another stream, takes 1.2 to 1.6 times as long
-(docs/reference/measured.md).
+On GPUs of one host that can write each other's memory, a small sum is one kernel on the network's
+stream (`sum_kernels.py`); larger ones are collectives of NCCL, on another stream.
 
 Invariants: every rank computes the same logits, to the bit, because it receives the same sums; an
 unknown style or size is refused, never guessed.
@@ -17,6 +16,7 @@ Does not know: caches (they follow from the heads that a probe sees), requests, 
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import _symmetric_memory as symmetric_memory
 from transformers import PreTrainedModel
 
+import model.ranks
 from model.errors import RankLostError, UnsupportedModelError
 from model.ranks.ranks import Ranks
 
@@ -35,8 +36,8 @@ Cut = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 [rank, in_features] and [out_features, rank]."""
 
 _OPS = torch.ops._c10d_functional  # noqa: SLF001  # collectives that can be traced
-_ALIGNMENT = 16  # bytes per read of the kernel
-_SHARED_BYTES = 2 << 20  # on two GPUs NCCL is faster for larger sums
+_KERNEL_SIZES = (2, 4, 8)  # the numbers of ranks whose sums may be a kernel
+_MOST_RANKS = 16  # the most that an error names
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SUMMED = {"rowwise", "rowwise_rep", "rowwise_split_input"}
@@ -109,7 +110,6 @@ class Sums:
     """All-reduces sums over the ranks; every rank creates it at the same time.
 
     Args:
-        dtype: of most sums; sums of another dtype are collectives.
         device: of the sums.
         ranks: the processes.
 
@@ -117,28 +117,24 @@ class Sums:
         group: the name of the process group.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self.group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        scratch = self._scratch = torch.empty(0, dtype=dtype, device=device)
-        if device.type == "cuda":
-            count = _SHARED_BYTES // max(1, ranks.size // 2) // dtype.itemsize
-            try:
-                scratch = symmetric_memory.empty(count, dtype=dtype, device=device)
-                symmetric_memory.rendezvous(scratch, self.group)
-                _summed_by_kernel(scratch[:8], torch.zeros_like(scratch[:8]), self.group)
-            except (
-                RuntimeError,
-                NotImplementedError,
-            ):  # no access or no kernel
-                scratch = self._scratch
-        if ranks.all_reduce_min(len(scratch)):
-            self._scratch = scratch
+        self._rank, self._size = ranks.rank, ranks.size
+        shared = self._shared = torch.empty(0, dtype=torch.int64, device=device)
+        if device.type == "cuda" and ranks.size in _KERNEL_SIZES:
+            with suppress(RuntimeError, ImportError):  # no access, or no Triton
+                kernels = model.ranks.sum_kernels
+                count = kernels.shared_words()
+                shared = symmetric_memory.empty(count, dtype=torch.int64, device=device)
+                addresses = symmetric_memory.rendezvous(shared, self.group).buffer_ptrs
+                kernels.begin(shared, addresses)
+        if ranks.all_reduce_min(len(shared)):
+            self._shared = shared
 
     def __call__(self, part: Tensor) -> Tensor:
         """Return the sum of the ranks' parts, on every rank."""
-        if part.dtype != self._scratch.dtype:
-            return _summed(part, self.group)
-        done: Tensor = torch.ops.kvcore_ranks.sum(part.contiguous(), self._scratch, self.group)
+        terms = (self._shared, self._rank, self._size, self.group)
+        done: Tensor = torch.ops.kvcore_ranks.sum(part.contiguous(), *terms)
         return done
 
 
@@ -201,7 +197,6 @@ class _Sharding:
         return cut & {"k_proj", *_FUSED}
 
     def _check_heads(self) -> None:
-        size = self._ranks.size
         if self._is_sparse:  # Gemma 3n
             raise UnsupportedModelError(
                 "--tp: activation_sparsity_pattern: wanted layers that compute an activation from "
@@ -209,22 +204,25 @@ class _Sharding:
             )
         if not self._cut_projections:
             return
-        if self._num_heads % size:
-            raise UnsupportedModelError(
-                f"--tp: wanted a divisor of the network's {self._num_heads} attention heads, "
-                f"got {size}"
-            )
         is_fused = not self._cut_projections.isdisjoint(_FUSED)
-        for count in set(self._kv_heads.values()):
-            if is_fused and count % size:
-                raise UnsupportedModelError(
-                    f"--tp: wanted a divisor of the network's {count} KV heads, got {size}"
-                )
-            if max(count, size) % min(count, size):
-                raise UnsupportedModelError(
-                    f"--tp: wanted a divisor or a multiple of the network's {count} KV heads, "
-                    f"got {size}"
-                )
+        counts = sorted({*self._kv_heads.values()})
+
+        def fits(size: int) -> bool:  # with fewer KV heads than ranks, several have the same
+            return self._num_heads % size == 0 and all(
+                count % size == 0 or (size % count == 0 and not is_fused) for count in counts
+            )
+
+        shown = " or ".join(map(str, counts))
+        heads = f"the network's {self._num_heads} attention heads and {shown} KV heads"
+        self._check_size(heads, fits)
+
+    def _check_size(self, what: str, fits: Callable[[int], bool], flag: str = "--tp") -> None:
+        """Refuse a number of ranks that does not fit, and name those that do. O(1)."""
+        if not fits(self._ranks.size):
+            sizes = ", ".join(str(size) for size in range(1, _MOST_RANKS + 1) if fits(size))
+            raise UnsupportedModelError(
+                f"{flag}: wanted one of {sizes}, which fit {what}, got {self._ranks.size}"
+            )
 
     def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
         if style in _WHOLE:
@@ -311,10 +309,8 @@ class _Sharding:
         in Transformers' `AllReduceEP`.
         """
         count, size = int(module.num_experts), self._ranks.size  # type: ignore[arg-type]
-        if count % size:
-            raise UnsupportedModelError(
-                f"--expert-parallel: wanted a divisor of the {count} experts of {name}, got {size}"
-            )
+        what = f"the {count} experts of {name}"
+        self._check_size(what, lambda size: count % size == 0, "--expert-parallel")
         count //= size
         start = self._ranks.rank * count
         module.num_experts, module._is_expert_parallel = count, True  # type: ignore[assignment]  # noqa: SLF001
@@ -353,11 +349,9 @@ class _Sharding:
     def _part(self, name: str, tensor: Tensor, dim: int, *, pieces: int = 1) -> Tensor:
         """Return this rank's part along a dimension, of each of `pieces` consecutive pieces."""
         size, rank = self._ranks.size, self._ranks.rank
-        if tensor.shape[dim] % (size * pieces):
-            raise UnsupportedModelError(
-                f"--tp: wanted a divisor of {tensor.shape[dim] // pieces}, a size of {name}, got "
-                f"{size}"
-            )
+        length = tensor.shape[dim]
+        what = f"{length // pieces}, a size of {name}"
+        self._check_size(what, lambda size: length % (size * pieces) == 0)
         parts = [piece.chunk(size, dim)[rank] for piece in tensor.chunk(pieces, dim)]
         return torch.cat(parts, dim) if pieces > 1 else parts[0].clone()
 
@@ -416,30 +410,20 @@ def _summed(part: Tensor, group: str) -> Tensor:
     return done
 
 
-def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
-    """Sum by one kernel that copies a part into memory shared by the ranks, and adds up all.
-
-    It waits for the other ranks at its start and at its end, so the memory can be reused.
-    """
-    done: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(scratch, part, "sum", group)
+def _sum(part: Tensor, shared: Tensor, rank: int, size: int, group: str) -> Tensor:
+    """Return the sum over the ranks, by the faster of the two ways: see `Sums`."""
+    if not len(shared) or not model.ranks.sum_kernels.takes(part, size):
+        return _summed(part, group)
+    done: Tensor = model.ranks.sum_kernels.add_up(part, shared, rank, size)
     return done
 
 
-def _sum(part: Tensor, scratch: Tensor, group: str) -> Tensor:
-    """Return the sum over the ranks, by the faster of the two ways: see `Sums`."""
-    count = part.numel()
-    is_aligned = count * part.element_size() % _ALIGNMENT == part.data_ptr() % _ALIGNMENT == 0
-    if count > len(scratch) or not is_aligned:
-        return _summed(part, group)
-    return _summed_by_kernel(scratch[:count].view(part.shape), part, group)
-
-
-def _sum_shape(part: Tensor, _scratch: Tensor, _group: str) -> Tensor:
+def _sum_shape(part: Tensor, *_: object) -> Tensor:
     return torch.empty_like(part)
 
 
 _library = torch.library.Library("kvcore_ranks", "DEF")  # type: ignore[no-untyped-call]
-_library.define("sum(Tensor part, Tensor scratch, str group) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define("sum(Tensor part, Tensor shared, int rank, int size, str group) -> Tensor")  # type: ignore[no-untyped-call]
 _library.impl("sum", _sum, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("sum", _sum, "CUDA")  # type: ignore[no-untyped-call]
 _library.impl("sum", _sum_shape, "Meta")  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ that cannot be interrupted. So a thread watches connections: rank 0 has one to e
 process that ends in order, or has reported its own error, says so over its connection; if the
 connection just ends, the process is lost. Rank 0 reports in one line which one, and notifies the
 other ranks, which stay silent; if rank 0 is lost, each of them reports it. After that a process has
-a few seconds to end by itself, then it is ended.
+`_GRACE_S` to end by itself, then it is ended; one that has clients tells them first.
 
 Invariants: a lost rank is an error on all others, not a wait, even while they wait for a GPU;
 no message of a step says which blocks.
@@ -40,7 +40,8 @@ LOST = "another of the processes that share the network is gone"
 
 _TIMEOUT = timedelta(days=365)  # rank 0 may have no work for long; the watchdog notices its loss
 _LOSSES = ("closed by peer", "reset by peer", "broken pipe", "remote process", "connection refused")
-_GRACE_S = 5.0
+_GRACE_S = 1.5
+_TELLING_S = 5.0  # the same where clients are told, which ends the process earlier
 _NOTICE_S = 5.0
 _CONNECT_S = 60.0
 _FAILED = 3  # the exit code after a loss, as in `model.cli.exits`
@@ -68,6 +69,7 @@ class Watchdog:
         self._connections = dict(connections)
         self._end = _end_process if end is None else end
         self._grace_s = grace_s
+        self._on_loss: Callable[[RankLostError], object] | None = None
         self._disarmed = threading.Event()
         self._noticed = threading.Event()
         self._line = LOST
@@ -79,6 +81,15 @@ class Watchdog:
         if not self._disarmed.is_set():
             self._disarmed.set()
             self._tell(_ENDED)
+
+    def when_lost(self, tell: Callable[[RankLostError], object]) -> None:
+        """Call `tell` on the thread of the watchdog when a process is lost. O(1).
+
+        It has to end this process within some seconds, also while a collective never ends.
+        """
+        self._on_loss = tell
+        if self._noticed.is_set():
+            tell(self.loss())
 
     def fail(self) -> None:
         """Tell the others that this process ends with an error that it reports itself. O(ranks)."""
@@ -122,7 +133,11 @@ class Watchdog:
         self._tell(lost)
         self._close()  # so that the others notice no later than this one
         self._noticed.set()
-        if not self._disarmed.wait(self._grace_s):
+        grace_s = self._grace_s
+        if self._on_loss is not None:
+            self._on_loss(self.loss())
+            grace_s = _TELLING_S
+        if not self._disarmed.wait(grace_s):
             self._end()
 
     def _close(self) -> None:
@@ -244,6 +259,10 @@ class Ranks:
         with self.detecting_loss():
             dist.all_gather(found, mine, group=self._control)
         return [each.numpy().tobytes() for each in found]
+
+    def when_lost(self, tell: Callable[[RankLostError], object]) -> None:
+        """Call `tell` on another thread when a rank is lost; see `Watchdog.when_lost`. O(1)."""
+        self._watchdog.when_lost(tell)
 
     def wait_turn(self) -> None:
         """Wait until the ranks before this one have had their turn; `end_turn` must follow."""

@@ -5,9 +5,12 @@
 - `experts`: the same, but for experts, which stay whole, each on one rank.
 - `diverge`: one rank's manager is tampered with; the comparison must say so.
 - `die`: one rank leaves in the middle; the others must notice.
-- `serve STAGE`: a server of two ranks; one leaves while it loads, makes its engine or steps.
+- `serve STAGE`: a server of two ranks; one leaves while it loads, makes its engine or steps, or
+  while rank 0 waits without end, as it does for a GPU.
 - `odd`: one rank has other logits and less memory; all must take rank 0's tokens and the fewest
   blocks, and keep no request that has ended.
+- `many KIND...` and `many-experts KIND...`: the networks of `cut_networks.py`, with everything that
+  an engine has at once, against one process; `many planted`: the last rank has another one's part.
 - `tiers FOLDER KIND...`: an engine after another, with host memory and a disk, and what goes wrong
   on rank 1 alone.
 """
@@ -22,6 +25,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -50,6 +54,7 @@ from model.ranks.parallel import Cut, Sums, check_cut, shard_network
 from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR
 from tests.model.networks import random_adapter
+from tests.model.ranks import cut_networks
 from tests.model.tiny_configs import cases, make_config
 
 
@@ -100,7 +105,7 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
             return f"not dense: {error}"  # without a mask it does not even run whole
         wanted = _logits(network, tokens, adapter, {})
         try:
-            cuts = shard_network(network, ranks, Sums(network.dtype, network.device, ranks))
+            cuts = shard_network(network, ranks, Sums(network.device, ranks))
             check_cut(network, ranks)
         except UnsupportedModelError as error:
             return f"refused: {error}"
@@ -156,9 +161,37 @@ def die(ranks: Ranks) -> None:
         os._exit(0)  # what waits for the other rank must not wait
 
 
+def many(ranks: Ranks, kinds: list[str]) -> None:
+    """Print `{"KIND": how the ranks differ from one process, and what they used}`."""
+    device, found = torch.device("cpu"), {}
+    with ExitStack() as stack:
+        if kinds == ["planted"]:
+            kinds, shard = ["repeated heads"], shard_network
+            wrong = replace(ranks, rank=min(ranks.rank, ranks.size - 2))
+            stack.enter_context(
+                mock.patch.object(
+                    cut_networks, "shard_network", lambda one, _, sums: shard(one, wrong, sums)
+                )
+            )
+        for number, kind in enumerate(kinds):
+            load_it, drafts = partial(cut_networks.load, kind, device), (number % 2 == 0,)
+            [found[kind]] = cut_networks.one_and_many(load_it, ranks, 4, drafts=drafts)
+    if ranks.leads:
+        say(json.dumps(found))
+
+
 def serve(stage: str) -> None:
+    if os.environ["RANK"] == "0" and stage == "stuck":
+        run, number = Engine._run_step, iter(range(6))
+
+        def stuck(engine: Engine) -> list[Output]:
+            if next(number, None) is None:
+                threading.Event().wait()
+            return run(engine)
+
+        Engine._run_step = stuck
     if os.environ["RANK"] == "1":
-        left = iter(range(0 if stage != "step" else 6))
+        left = iter(range(6 if stage in {"step", "stuck"} else 0))
 
         def leave_then(do):
             return lambda *given: os._exit(9) if next(left, None) is None else do(*given)
@@ -301,9 +334,12 @@ def main() -> None:
         serve(sys.argv[2])
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    ranks = join_ranks(int(os.environ["WORLD_SIZE"]), expert_parallel=sys.argv[1] == "experts")
+    is_whole = sys.argv[1] in {"experts", "many-experts"}
+    ranks = join_ranks(int(os.environ["WORLD_SIZE"]), expert_parallel=is_whole)
     if sys.argv[1] in {"walk", "experts"}:
         walk(ranks, sys.argv[2:])
+    elif sys.argv[1].startswith("many"):
+        many(ranks, sys.argv[2:])
     elif sys.argv[1] == "tiers":
         tiers(ranks, sys.argv[2], sys.argv[3:])
     else:

@@ -20,7 +20,7 @@ from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import FinishReason
 from model.engine import Engine
-from model.errors import InvalidArgumentError
+from model.errors import InvalidArgumentError, RankLostError
 from tests.hang import HANG_S as DEADLINE_S
 from tests.model.networks import build
 
@@ -252,6 +252,41 @@ def test_an_engine_that_computes_no_more_stops_and_says_so(engine, monkeypatch):
             for asked in (served.add("x"), served.call(num_used)):
                 with pytest.raises(NotServingError):
                     await asked
+
+    run(main())
+
+
+def test_a_lost_rank_is_told_to_all_while_the_engine_waits_for_a_gpu(engine, monkeypatch):
+    tells, release, send = [], threading.Event(), engine._runner.send
+    left = iter(range(3))
+
+    def wait(*args):
+        if next(left, None) is None:
+            release.wait(DEADLINE_S)
+        return send(*args)
+
+    monkeypatch.setattr(engine._runner, "send", wait)
+    monkeypatch.setattr(engine, "woken_by", lambda _, lose: tells.append(lose))
+    lost = RankLostError("rank 3 is gone")
+
+    async def main():
+        served = AsyncEngine(engine)
+        served.start()
+        await served.ready()
+        streams = [await served.add(text, LONG) for text in ("a", "b")]
+        late = asyncio.create_task(served.call(num_used))  # waits for a step that never ends
+        await asyncio.to_thread(tells[0], lost)
+        for stream in streams:
+            with pytest.raises(EngineFaultError, match="rank 3 is gone"):
+                await stream.whole()
+        assert await served.ended() is lost
+        assert (served.num_open, served.health.num_faults) == (0, 1)
+        with pytest.raises(NotServingError):
+            await served.add("c")
+        release.set()
+        with contextlib.suppress(NotServingError):
+            await late
+        await served.stop()
 
     run(main())
 

@@ -36,6 +36,9 @@ class SimulatedGroup:
     def disarm(self):
         """There is no watchdog."""
 
+    def when_lost(self, tell):
+        """Likewise."""
+
     @contextlib.contextmanager
     def detecting_loss(self, *, or_fail=False):
         """No rank is ever lost here."""

@@ -97,7 +97,7 @@ def load(name, device, dtype, ranks=None, *, dummy_weights):
     with device:
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if ranks is not None:
-        shard_network(network, ranks, Sums(dtype, device, ranks))
+        shard_network(network, ranks, Sums(device, ranks))
     return wrap_network(name, network, Wordless(), ranks)
 
 

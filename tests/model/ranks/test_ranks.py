@@ -12,10 +12,13 @@ import pytest
 
 from model.engine import Engine, TwinEngine
 from model.errors import RankLostError, UnsupportedModelError, UsageError
+from model.load.architectures import auto_class
+from model.ranks.parallel import shard_network
 from model.ranks.ranks import Ranks, join_ranks
 from tests.hang import HANG_S
 from tests.model import vision
 from tests.model.cli.test_run import main
+from tests.model.tiny_configs import make_config
 from tests.model.walk import DATA
 
 _ROOT = Path(__file__).parents[3]
@@ -156,9 +159,30 @@ def test_a_rank_with_other_logits_takes_the_others_tokens_and_one_with_less_memo
 @pytest.mark.slow
 def test_a_number_of_processes_that_does_not_divide_the_heads_is_one_line(ranked):
     ended = ranked(3, "-m", "model.run", "--tp", "3").end()
-    line = "error: --tp: wanted a divisor of the network's 4 attention heads, got 3"
+    heads = "4 attention heads and 2 KV heads"
+    line = f"error: --tp: wanted one of 1, 2, 4, which fit the network's {heads}, got 3"
     assert ended.returncode != 0
     assert [each for each in ended.stderr.splitlines() if each == line]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "line"),
+    [
+        ("Qwen3Config", 8, "--tp: wanted one of 1, 2, 4, which fit the network's 4 attention "),
+        (
+            "DeepseekV3Config",
+            3,
+            "--tp: wanted one of 1, 2, 4, 8, 16, which fit 64, a size of model",
+        ),
+        ("GptOssConfig", 3, "--expert-parallel: wanted one of 1, 2, 4, which fit the 4 experts of"),
+    ],
+)
+def test_what_cannot_be_cut_names_the_numbers_of_processes_that_can(name, size, line):
+    config = make_config(name, "")
+    network = auto_class(config).from_config(config)
+    ranks = Ranks(0, size, None, FiredWatchdog(), expert_parallel=line.startswith("--e"))
+    with pytest.raises(UnsupportedModelError, match=f"^{line}.*, got {size}$"):
+        shard_network(network, ranks, SimpleNamespace(group=""))
 
 
 @pytest.mark.slow
@@ -266,7 +290,7 @@ def test_an_error_that_is_no_loss_is_its_own_and_the_others_are_told(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["load", "engine", "step"])
+@pytest.mark.parametrize("stage", ["load", "engine", "step", "stuck"])
 def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(ranked, stage):
     server, other = ranked(2, _MAIN, "serve", stage).ranks
     if ready := server.wait_for(r"(\S+): ready"):
@@ -276,7 +300,7 @@ def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(ranked, stage):
         assert _GONE.format(1) in answer.json()["error"]["message"]
     ended = server.end()
     assert (ended.returncode, other.end().returncode) == (3, 9)
-    assert (ready is not None) == (stage == "step")
+    assert (ready is not None) == (stage in {"step", "stuck"})
     lines = ended.stderr.splitlines()
     assert lines[0].endswith("model/tiny")
     assert [line for line in lines if "processes that share" in line] == [

@@ -35,6 +35,9 @@ class Tape:
     def disarm(self):
         self.has_let_go = True
 
+    def when_lost(self, tell):
+        self.tell = tell
+
     def detecting_loss(self, *, or_fail=False):
         return contextlib.nullcontext()
 
@@ -134,6 +137,13 @@ def test_a_twin_may_be_used_again_after_an_end_that_goes_on():
     assert other.follow() is True
     assert not other._ranks.has_let_go
     assert state(other) == state(engine)
+
+
+def test_a_loss_is_told_to_what_serves_the_engine():
+    tape, told = Tape(0), []
+    twin(tape).woken_by(lambda: None, told.append)
+    tape.tell("a loss")
+    assert told == ["a loss"]
 
 
 def test_a_twin_goes_on_where_the_first_rank_cannot():

@@ -62,6 +62,20 @@ def test_the_end_of_another_process_is_one_line_that_names_it_and_ends_this_one(
     assert (str(error), error.was_told) == (GONE.format(2), True)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_loss_is_told_to_what_has_clients_which_has_longer_to_end(mind, monkeypatch, is_late):
+    monkeypatch.setattr(ranks, "_TELLING_S", 0.0)
+    minded, told = mind(1, grace_s=0.0 if is_late else HANG_S), queue.Queue()
+    if not is_late:
+        minded.watchdog.when_lost(told.put)
+    minded.others[1].close()
+    assert minded.ended.wait(HANG_S)
+    if is_late:
+        minded.watchdog.when_lost(told.put)
+    error = told.get(timeout=HANG_S)
+    assert (str(error), error.was_told, told.empty()) == (GONE.format(1), True, True)
+
+
 def test_what_the_first_process_has_told_is_not_told_again(mind, capsys):
     minded = mind(0)
     minded.others[0].sendall((3).to_bytes(4, "little"))
