@@ -5,6 +5,7 @@ Values (a slot past the cache, a table entry that is no block) are checked by ba
 that is cheap; otherwise they are the caller's duty.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch, require_tensor
 from backends.errors import InvalidArgumentError, UnsupportedError
 from backends.states import LinearAttentionTerms, LinearRows, ShortConvTerms, StateBatch
+
+_CPU = torch.device("cpu")
 
 
 def check_cache(backend: Backend, cache: KVCache) -> None:
@@ -124,6 +127,24 @@ def check_copy_blocks(backend: Backend, caches: Sequence[Tensor], copies: Tensor
             raise InvalidArgumentError(name, "[num_blocks, ...]", f"shape {list(cache.shape)}")
         if not cache[0].is_contiguous():
             raise InvalidArgumentError(name, "blocks that are contiguous inside", "gaps")
+
+
+def check_move_blocks(
+    backend: Backend, caches: Sequence[Tensor], host: Tensor, moves: Tensor, sums: Tensor
+) -> None:
+    """Host memory has room for a block of every cache; `moves` and `sums` are beside the caches."""
+    require_tensor("moves", moves, dtype=torch.int64, shape=(None, 2))
+    if moves.device.type != backend.device.type:
+        raise InvalidArgumentError("moves", f"device {backend.device}", f"{moves.device}")
+    require_tensor("sums", sums, dtype=torch.int64, shape=moves.shape[:1], device=moves.device)
+    check_copy_blocks(backend, caches, moves)
+    size = sum(cache[0].numel() * cache.element_size() for cache in caches)
+    require_tensor("host", host, dtype=torch.uint8, shape=(None, size), device=_CPU)
+    word = math.gcd(8, *[cache[0].numel() * cache.element_size() for cache in caches])
+    steps = [cache.stride(0) * cache.element_size() for cache in caches]
+    starts = [tensor.data_ptr() for tensor in (host, *caches)]
+    if any(each % word for each in (host.stride(0), *steps, *starts)):
+        raise InvalidArgumentError("caches", f"blocks that begin on {word} bytes", "others")
 
 
 def check_slot_mapping(

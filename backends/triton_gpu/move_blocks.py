@@ -1,0 +1,138 @@
+"""Copy whole blocks between caches on a GPU and page-locked host memory, and sum their bytes.
+
+    host[h] = block b of every cache, one behind the other, for every move (b, h); or back
+    sums[move] = sum over words i of (low(i) + LOW * i) * (high(i) + HIGH * (i + 1))
+
+A word has 8 bytes, or as many as divide the size of every cache's block; low and high are its
+halves, and everything but the product is taken modulo 2^32. A changed block keeps its sum with a
+chance of about 2^-32.
+
+Layout: a block of a cache is one run of memory, cut into pieces. Grid: `PROGRAMS` programs, each of
+which takes every PROGRAMS-th piece, so that most multiprocessors stay free for others: the link to
+host memory, and not the GPU, is what a move waits for. The GPU reaches page-locked memory by its
+address. One launch for all caches whose blocks have one size and spacing. Bytes moved: each block
+read once and written once. Exact. Block ids and overlaps are the caller's mistake and are not
+looked for, which would need the GPU to be waited for.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from backends.checks import check_move_blocks
+from backends.contract import Backend
+from backends.oracle import SUM_HIGH, SUM_LOW
+from backends.triton_gpu.shared.launch import launcher
+from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
+
+PIECE_BYTES = 16384
+PROGRAMS = 16
+WARPS = 8
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_MASKS = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF, 8: -1}
+
+
+@launcher(
+    indices=("moves", "places", "sums"), integers=("move_stride", "total"), pointers=("first",)
+)
+def _move(
+    first: tl.tensor,  # block 0 of the first cache, as words
+    moves: tl.tensor,  # int64 [num_moves, 2], any stride
+    places: tl.tensor,  # int64 [num_caches + 1, 2]: words from `first` to each, offset in a block
+    sums: tl.tensor,  # int64 [num_moves]
+    move_stride: tl.tensor,
+    total: tl.tensor,  # pieces of all moves
+    STRIDE: tl.constexpr,  # words from block to block
+    SIZE: tl.constexpr,  # words a block
+    HOST_STRIDE: tl.constexpr,  # words from block to block of host memory
+    ALIGN: tl.constexpr,  # words that divide distances, offsets and strides
+    CACHES: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TO_HOST: tl.constexpr,
+    MASK: tl.constexpr,  # the bits of a word
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+) -> None:
+    host = tl.load(places + 2 * CACHES)
+    item = tl.program_id(0)
+    while item < total:
+        move = item // (CACHES * PIECES)
+        cache = item // PIECES % CACHES
+        word = item % PIECES * WIDTH + tl.arange(0, WIDTH)
+        pair = moves + move.to(tl.int64) * move_stride
+        offset = tl.load(places + 2 * cache + 1)
+        block = tl.load(places + 2 * cache) + tl.load(pair) * STRIDE
+        block = tl.multiple_of(block, ALIGN)
+        copy = tl.multiple_of(host + tl.load(pair + 1) * HOST_STRIDE + offset, ALIGN)
+        source, target = (block, copy) if TO_HOST else (copy, block)
+        data = tl.load(first + source + word, mask=word < SIZE)
+        tl.store(first + target + word, data, mask=word < SIZE)
+        at = (word + offset).to(tl.uint32)
+        bits = data.to(tl.int64) & MASK
+        low = bits.to(tl.uint32) + at * LOW
+        high = (bits >> 32).to(tl.uint32) + (at + 1) * HIGH
+        terms = low.to(tl.uint64) * high.to(tl.uint64)
+        found = tl.sum(tl.where(word < SIZE, terms.to(tl.int64, bitcast=True), 0))
+        tl.atomic_add(sums + move, found, sem="relaxed")
+        item += tl.num_programs(0)
+
+
+def move_blocks(
+    backend: Backend,
+    place: Place,
+    caches: Sequence[Tensor],
+    host: Tensor,
+    moves: Tensor,
+    sums: Tensor,
+    *,
+    to_host: bool,
+) -> None:
+    """Copy blocks to or from host memory; see `Backend.move_blocks`.
+
+    Raises:
+        InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
+    """
+    check_move_blocks(backend, caches, host, moves, sums)
+    sums.zero_()
+    num_moves = moves.shape[0]
+    if num_moves == 0:
+        return
+    sizes = [cache[0].numel() * cache.element_size() for cache in caches]
+    word = math.gcd(8, *sizes)
+    offsets = accumulate(sizes[:-1], initial=0)
+    layouts: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
+    for cache, size, offset in zip(caches, sizes, offsets, strict=True):
+        layout = (cache.stride(0) * cache.element_size(), size)
+        layouts.setdefault(layout, []).append((cache, offset))
+    for (stride, size), alike in layouts.items():
+        first, kind = alike[0][0], _WORDS[word]
+        begin = first.data_ptr()
+        places = [(cache.data_ptr() - begin, offset) for cache, offset in alike]
+        places.append((host.data_ptr() - begin, 0))
+        align = math.gcd(16, stride, size, host.stride(0), begin, *[n for p in places for n in p])
+        width = power_of_two(min(PIECE_BYTES, size)) // word
+        pieces = ceil_div(size // word, width)
+        constants = (
+            stride // word, size // word, host.stride(0) // word, max(1, align // word),
+            len(alike), pieces, width, to_host, _MASKS[word], SUM_LOW, SUM_HIGH,
+        )  # fmt: skip
+        variant = _move.variant(place, first.device, (kind,), constants, num_warps=WARPS)
+        words = tuple((distance // word, offset // word) for distance, offset in places)
+        tensors = (first[0].flatten().view(kind), moves, _on_device(first.device, words), sums)
+        total = num_moves * len(alike) * pieces
+        grid = (min(PROGRAMS, total), 1, 1)
+        variant.launch(grid, tensors, (moves.stride(0), total))
+
+
+@functools.cache
+def _on_device(device: torch.device, places: tuple[tuple[int, int], ...]) -> Tensor:
+    """The list as a tensor there; kept for good."""
+    return torch.tensor(places, dtype=torch.int64, device=device)
