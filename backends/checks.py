@@ -120,9 +120,13 @@ def check_copy_blocks(backend: Backend, caches: Sequence[Tensor], copies: Tensor
     require_tensor("copies", copies, dtype=torch.int64, shape=(None, 2))
     if copies.device.type != backend.device.type:
         raise InvalidArgumentError("copies", f"device {backend.device}", f"{copies.device}")
+    _check_blocks(caches, copies.device)
+
+
+def _check_blocks(caches: Sequence[Tensor], device: torch.device) -> None:
     for index, cache in enumerate(caches):
         name = f"caches[{index}]"
-        require_tensor(name, cache, device=copies.device)
+        require_tensor(name, cache, device=device)
         if cache.dim() < 2 or 0 in cache.shape:
             raise InvalidArgumentError(name, "[num_blocks, ...]", f"shape {list(cache.shape)}")
         if not cache[0].is_contiguous():
@@ -130,21 +134,37 @@ def check_copy_blocks(backend: Backend, caches: Sequence[Tensor], copies: Tensor
 
 
 def check_move_blocks(
-    backend: Backend, caches: Sequence[Tensor], host: Tensor, moves: Tensor, sums: Tensor
+    backend: Backend,
+    caches: Sequence[Tensor],
+    host: Tensor,
+    moves: Tensor,
+    sums: Tensor,
+    *,
+    to_host: bool,
 ) -> None:
-    """Host memory has room for a block of every cache; `moves` and `sums` are beside the caches."""
-    require_tensor("moves", moves, dtype=torch.int64, shape=(None, 2))
-    if moves.device.type != backend.device.type:
-        raise InvalidArgumentError("moves", f"device {backend.device}", f"{moves.device}")
-    require_tensor("sums", sums, dtype=torch.int64, shape=moves.shape[:1], device=moves.device)
-    check_copy_blocks(backend, caches, moves)
-    size = sum(cache[0].numel() * cache.element_size() for cache in caches)
-    require_tensor("host", host, dtype=torch.uint8, shape=(None, size), device=_CPU)
-    word = math.gcd(8, *[cache[0].numel() * cache.element_size() for cache in caches])
+    """Host memory has room for a block of every cache; all blocks are there, no target twice."""
+    require_tensor("moves", moves, dtype=torch.int64, shape=(None, 2), device=_CPU)
+    require_tensor("sums", sums, dtype=torch.int64, shape=moves.shape[:1])
+    if sums.device.type != backend.device.type:
+        raise InvalidArgumentError("sums", f"device {backend.device}", f"{sums.device}")
+    if not caches:
+        raise InvalidArgumentError("caches", "at least one", "none")
+    _check_blocks(caches, sums.device)
+    sizes = [cache[0].nbytes for cache in caches]
+    require_tensor("host", host, dtype=torch.uint8, shape=(None, sum(sizes)), device=_CPU)
+    word = math.gcd(8, *sizes)
     steps = [cache.stride(0) * cache.element_size() for cache in caches]
     starts = [tensor.data_ptr() for tensor in (host, *caches)]
     if any(each % word for each in (host.stride(0), *steps, *starts)):
         raise InvalidArgumentError("caches", f"blocks that begin on {word} bytes", "others")
+    num_blocks = min(cache.shape[0] for cache in caches)
+    for ids, most, where in zip(moves.T, (num_blocks, len(host)), ("caches", "host"), strict=True):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < most:
+            wanted = f"block ids of 0 .. {most - 1}, which {where} has"
+            raise InvalidArgumentError("moves", wanted, f"{int(ids.min())} .. {int(ids.max())}")
+    targets = moves[:, 1 if to_host else 0]
+    if len({*targets.tolist()}) < len(targets):
+        raise InvalidArgumentError("moves", "each target once", "one twice")
 
 
 def check_slot_mapping(

@@ -452,7 +452,8 @@ class Backend(Protocol):
             caches: tensors [num_blocks, ...] of any one shape each.
             host: uint8 [num_host_blocks, bytes of a block of all caches] in host memory; for a GPU
                 it has to be page-locked.
-            moves: int64 [num_moves, 2] of (block id, block id in host memory); no target twice.
+            moves: int64 [num_moves, 2] of (block id, block id in host memory), on the CPU; no
+                target twice.
             sums: int64 [num_moves], written: `oracle.block_sum` of each block that was moved.
             to_host: whether blocks are copied to host memory; otherwise they come from it.
         """

@@ -173,7 +173,7 @@ def _moves(
     rows = torch.arange(9 * sum(sizes)).mul(37).add(11).to(torch.uint8).reshape(9, -1)
     host = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=backend.device.type == "cuda")
     host.copy_(rows)
-    pairs = torch.tensor(moves, dtype=torch.int64, device=backend.device).reshape(-1, 2)
+    pairs = torch.tensor(moves, dtype=torch.int64).reshape(-1, 2)
     sums = torch.full((len(moves),), 7, dtype=torch.int64, device=backend.device)
     backend.move_blocks(
         [*there[:-1], there[-1][:, 0]], host[1:8], pairs, sums, to_host=to_host

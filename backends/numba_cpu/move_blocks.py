@@ -16,7 +16,6 @@ from torch import Tensor
 
 from backends.checks import check_move_blocks
 from backends.contract import Backend
-from backends.errors import InvalidArgumentError
 from backends.numba_cpu.bits import SOURCE_DIGEST, at, jit, span
 from backends.numba_cpu.launch import Workers
 from backends.numba_cpu.store_kv import GRAIN_BYTES, Longs
@@ -80,15 +79,9 @@ def move_blocks(
         InvalidArgumentError: a shape, dtype, device or block id breaks the contract, or a target
             appears twice; nothing written.
     """
-    check_move_blocks(backend, caches, host, moves, sums)
+    check_move_blocks(backend, caches, host, moves, sums, to_host=to_host)
     pairs = np.ascontiguousarray(moves.numpy())
-    for index, cache in enumerate(caches):
-        _check_ids(pairs[:, 0], cache.shape[0], f"caches[{index}]")
-    _check_ids(pairs[:, 1], host.shape[0], "host")
-    targets = pairs[:, 1 if to_host else 0]
-    if np.unique(targets).size < targets.size:
-        raise InvalidArgumentError("moves", "each target once", "one twice")
-    sizes = [cache[0].numel() * cache.element_size() for cache in caches]
+    sizes = [cache[0].nbytes for cache in caches]
     word = math.gcd(8, *sizes)
     about = [
         (cache.data_ptr(), cache.stride(0) * cache.element_size() // word, size // word)
@@ -102,8 +95,3 @@ def move_blocks(
     workers.run_evenly(move, len(pairs), -(-GRAIN_BYTES // sum(sizes)))
     sums.numpy()[:] = found
 
-
-def _check_ids(ids: Longs, num_blocks: int, where: str) -> None:
-    if ids.size and (ids.min() < 0 or ids.max() >= num_blocks):
-        wanted = f"block ids of 0 .. {num_blocks - 1}, which {where} has"
-        raise InvalidArgumentError("moves", wanted, f"{ids.min()} .. {ids.max()}")

@@ -7,12 +7,13 @@ A word has 8 bytes, or as many as divide the size of every cache's block; low an
 halves, and everything but the product is taken modulo 2^32. A changed block keeps its sum with a
 chance of about 2^-32.
 
+On a GPU its copy engines move the blocks (`shared/link.py`), and this kernel sums them where they
+are on the GPU: before they have left, or after they have come. In the interpreter it copies too.
+
 Layout: a block of a cache is one run of memory, cut into pieces. Grid: `PROGRAMS` programs, each of
 which takes every PROGRAMS-th piece, so that most multiprocessors stay free for others: the link to
-host memory, and not the GPU, is what a move waits for. The GPU reaches page-locked memory by its
-address. One launch for all caches whose blocks have one size and spacing. Bytes moved: each block
-read once and written once. Exact. Block ids and overlaps are the caller's mistake and are not
-looked for, which would need the GPU to be waited for.
+host memory, and not the GPU, is what a move waits for. One launch for all caches whose blocks have
+one size and spacing. Bytes moved: each block read once and written once, and read once for its sum.
 """
 
 import functools
@@ -27,11 +28,12 @@ from torch import Tensor
 from backends.checks import check_move_blocks
 from backends.contract import Backend
 from backends.oracle import SUM_HIGH, SUM_LOW
+from backends.triton_gpu.shared import link
 from backends.triton_gpu.shared.launch import launcher
 from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
 
 PIECE_BYTES = 16384
-PROGRAMS = 16
+PROGRAMS = 8
 WARPS = 8
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -56,7 +58,8 @@ def _move(
     CACHES: tl.constexpr,
     PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
-    TO_HOST: tl.constexpr,
+    TO_HOST: tl.constexpr,  # whether the kernel copies, and which way
+    FROM_HOST: tl.constexpr,
     MASK: tl.constexpr,  # the bits of a word
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
@@ -72,9 +75,12 @@ def _move(
         block = tl.load(places + 2 * cache) + tl.load(pair) * STRIDE
         block = tl.multiple_of(block, ALIGN)
         copy = tl.multiple_of(host + tl.load(pair + 1) * HOST_STRIDE + offset, ALIGN)
-        source, target = (block, copy) if TO_HOST else (copy, block)
+        source = copy if FROM_HOST else block
         data = tl.load(first + source + word, mask=word < SIZE)
-        tl.store(first + target + word, data, mask=word < SIZE)
+        if TO_HOST:
+            tl.store(first + copy + word, data, mask=word < SIZE)
+        if FROM_HOST:
+            tl.store(first + block + word, data, mask=word < SIZE)
         at = (word + offset).to(tl.uint32)
         bits = data.to(tl.int64) & MASK
         low = bits.to(tl.uint32) + at * LOW
@@ -98,14 +104,21 @@ def move_blocks(
     """Copy blocks to or from host memory; see `Backend.move_blocks`.
 
     Raises:
-        InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
+        InvalidArgumentError: a shape, dtype, device or block id breaks the contract; nothing
+            written.
+        RuntimeError: host memory is not page-locked.
     """
-    check_move_blocks(backend, caches, host, moves, sums)
+    check_move_blocks(backend, caches, host, moves, sums, to_host=to_host)
     sums.zero_()
     num_moves = moves.shape[0]
     if num_moves == 0:
         return
-    sizes = [cache[0].numel() * cache.element_size() for cache in caches]
+    copies = place.interpreting
+    if not copies:
+        stream = place.stream(caches[0].device.index)
+        link.move(stream, caches, host, moves.numpy(), to_host=to_host)
+        moves = moves.pin_memory().to(caches[0].device, non_blocking=True)
+    sizes = [cache[0].nbytes for cache in caches]
     word = math.gcd(8, *sizes)
     offsets = accumulate(sizes[:-1], initial=0)
     layouts: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
@@ -122,7 +135,8 @@ def move_blocks(
         pieces = ceil_div(size // word, width)
         constants = (
             stride // word, size // word, host.stride(0) // word, max(1, align // word),
-            len(alike), pieces, width, to_host, _MASKS[word], SUM_LOW, SUM_HIGH,
+            len(alike), pieces, width, copies and to_host, copies and not to_host, _MASKS[word],
+            SUM_LOW, SUM_HIGH,
         )  # fmt: skip
         variant = _move.variant(place, first.device, (kind,), constants, num_warps=WARPS)
         words = tuple((distance // word, offset // word) for distance, offset in places)

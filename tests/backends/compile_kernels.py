@@ -358,11 +358,12 @@ def check_moves(capability):
         "HOST_STRIDE": 72 * 4096, "CACHES": 72, "PIECES": 2, "WIDTH": 2048, "MASK": -1,
         "LOW": SUM_LOW, "HIGH": SUM_HIGH,
     }  # fmt: skip
-    for to_host in (True, False):
-        about = sizes | {"TO_HOST": to_host}
+    for copies in (True, False):
+        about = sizes | {"TO_HOST": copies, "FROM_HOST": False}
         made = make(move_blocks._move, capability, "i64", about, num_warps=move_blocks.WARPS)
         bound(made, registers=48, shared=256)
-        assert made.count("LDG", "E", "128") == made.count("STG", "E", "128") == 4
+        assert made.count("LDG", "E", "128") == 4
+        assert made.count("STG", "E", "128") == 4 * copies
     made = make(slot_mapping._fill, capability, "i64", {"BLOCK_SIZE": 16, "TILE": 128})
     bound(made, registers=40, shared=0)
 
