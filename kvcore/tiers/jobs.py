@@ -5,35 +5,24 @@ job belong to a lease until it is ended. `cancel` may be called at any time: whe
 job touches no block any more, however slow a device is, so its blocks may be reused at once. A job
 of an earlier epoch, before the tiers were cleared, neither serves nor keeps anything.
 
+Bytes move in batches, each in one call of the mover between blocks of the device and blocks of host
+memory. Other tiers read and write the latter.
+
 Does not know: sequences, when a transfer is worth it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import cast, final
 
 from kvcore.lease import Lease
+from kvcore.tiers.host import HostTier
+from kvcore.tiers.host_blocks import HostBlocks, HostCopy
 from kvcore.tiers.record import Key
 from kvcore.tiers.tier import Tier
-
-
-class BlockMover(Protocol):
-    """Reads and writes whole blocks of the KV cache; called on the thread that runs a job.
-
-    What it reads was computed by steps sent before the job was begun, and what it writes is read
-    by steps that are sent after `run` has returned: on a GPU it has to see to both.
-    """
-
-    def read_block(self, block_id: int) -> bytes | bytearray | memoryview:
-        """Return the bytes of a block; they are copied before the next call."""
-        ...
-
-    def write_block(self, block_id: int, data: memoryview) -> None:
-        """Write the bytes of a block; when it returns, they are there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +51,86 @@ class _Job:
     """
 
     def __init__(
-        self, parts: Sequence[Part], lease: Lease, tiers: Sequence[Tier], mover: BlockMover
+        self,
+        parts: Sequence[Part],
+        lease: Lease,
+        tiers: Sequence[Tier],
+        blocks: HostBlocks,
+        most_blocks: int,
     ) -> None:
         self.parts = tuple(parts)
         self.lease = lease
         self.is_done = False
         self.num_bytes = 0
         self._tiers = [(tier, tier.epoch) for tier in tiers]
-        self._mover = mover
+        self._blocks = blocks
+        self._most = most_blocks  # that move at once
         self._is_cancelled = False
-        self._lock = threading.Lock()  # held while a block is touched
+        self._lock = threading.Lock()  # held while blocks are touched
 
     def _may_go_on(self) -> bool:
-        """Whether its blocks may be touched. O(1)."""
+        """Return whether its blocks may be touched. O(1)."""
         return not self._is_cancelled
 
     @property
     def is_stale(self) -> bool:
-        """Whether the tiers were cleared since it was begun. O(tiers)."""
+        """True if the tiers were cleared since it was begun. O(tiers)."""
         return any(tier.epoch != epoch for tier, epoch in self._tiers)
 
     def cancel(self) -> None:
-        """Touch no block from now on. Waits at most until one block is copied."""
+        """Touch no block from now on. Waits at most until one batch is copied."""
         with self._lock:
             self._is_cancelled = True
+
+    def _batches(self) -> Iterator[list[Part]]:
+        """Yield the contents that move at once."""
+        batch: list[Part] = []
+        num_blocks = 0
+        for part in self.parts:
+            if batch and num_blocks + len(part.block_ids) > self._most:
+                yield batch
+                batch, num_blocks = [], 0
+            batch.append(part)
+            num_blocks += len(part.block_ids)
+        if batch:
+            yield batch
+
+    def _move(self, parts: Sequence[Part], copies: Sequence[HostCopy], *, is_load: bool) -> bool:
+        """Move a batch, and note the sums of copies that have none.
+
+        Returns:
+            Whether it was moved, and all sums that were known are as before.
+        """
+        block_ids = [block_id for part in parts for block_id in part.block_ids]
+        host_ids = [host_id for copy in copies for host_id in copy.ids]
+        mover = self._blocks.mover
+        with self._lock:
+            if not self._may_go_on():
+                return False
+            found = mover.load(host_ids, block_ids) if is_load else mover.store(block_ids, host_ids)
+        is_right, begin = True, 0
+        for part, copy in zip(parts, copies, strict=True):
+            sums = tuple(found[begin : begin + len(copy.ids)])
+            begin += len(sums)
+            if not copy.sums:
+                copy.sums = sums
+            elif copy.sums != sums:
+                is_right = False
+                for tier, _ in self._tiers:
+                    if tier.in_blocks:
+                        cast("HostTier", tier).spoil(part.key, copy)
+        return is_right
+
+    def _put(self, part: Part, copy: HostCopy, tiers: Sequence[tuple[Tier, int]]) -> None:
+        """Have tiers keep a copy; one that refuses is left out. O(bytes)."""
+        for tier, epoch in tiers:
+            if tier.in_blocks:
+                is_kept = cast("HostTier", tier).adopt(part.key, copy, part.priority, epoch)
+            else:
+                payload = self._blocks.payload(copy)
+                is_kept = tier.put(part.key, payload, part.priority, epoch)
+            if is_kept:
+                self.num_bytes += len(copy.ids) * self._blocks.block_bytes
 
 
 @final
@@ -103,48 +148,74 @@ class LoadJob(_Job):
         parts: Sequence[Part],
         lease: Lease,
         tiers: Sequence[Tier],
-        mover: BlockMover,
-        block_bytes: int,
+        blocks: HostBlocks,
+        most_blocks: int,
         num_tokens: int,
     ) -> None:
-        super().__init__(parts, lease, tiers, mover)
+        super().__init__(parts, lease, tiers, blocks, most_blocks)
         self.num_tokens = num_tokens
         self.num_found = {tier.name: 0 for tier in tiers}
         self.has_succeeded = False
-        self._block_bytes = block_bytes
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is done, and every content is in its blocks and counts. O(tiers)."""
+        """True if it is done, and every content is in its blocks and counts. O(tiers)."""
         return self.is_done and self.has_succeeded and not self.is_stale
 
     def run(self) -> None:
         """Load all contents; the first that is nowhere ends it. O(bytes)."""
         try:
-            self.has_succeeded = all(map(self._load, self.parts))
+            self.has_succeeded = all(map(self._load, self._batches()))
         finally:
             self.is_done = True
 
-    def _load(self, part: Part) -> bool:
-        size = self._block_bytes
-        length = size * len(part.block_ids)
+    def _load(self, parts: Sequence[Part]) -> bool:
+        """Load a batch; a copy of which the bytes have changed is looked for elsewhere."""
+        while True:
+            found: list[tuple[int, HostCopy]] = []
+            try:
+                for part in parts:
+                    one = self._find(part)
+                    if one is None:
+                        return False
+                    found.append(one)
+                if self._move(parts, [copy for _, copy in found], is_load=True):
+                    self._note(parts, found)
+                    return True
+                if not self._may_go_on():
+                    return False
+            finally:
+                for _, copy in found:
+                    self._blocks.release(copy)
+
+    def _note(self, parts: Sequence[Part], found: Sequence[tuple[int, HostCopy]]) -> None:
+        """Count what was loaded, and have faster tiers keep it."""
+        for part, (place, copy) in zip(parts, found, strict=True):
+            self.num_found[self._tiers[place][0].name] += 1
+            self.num_bytes += len(copy.ids) * self._blocks.block_bytes
+            self._put(part, copy, self._tiers[:place])
+
+    def _find(self, part: Part) -> tuple[int, HostCopy] | None:
+        """Return the place of the first tier that has a content, and the copy, held."""
+        length = len(part.block_ids) * self._blocks.block_bytes
         for place, (tier, _) in enumerate(self._tiers):
             if not self._may_go_on() or self.is_stale:
-                return False
-            payload = tier.get(part.key, length)
-            if payload is None:
-                continue
-            for number, block_id in enumerate(part.block_ids):
-                with self._lock:
-                    if not self._may_go_on():
-                        return False
-                    self._mover.write_block(block_id, payload[number * size : (number + 1) * size])
-            self.num_found[tier.name] += 1
-            self.num_bytes += length
-            for faster, epoch in self._tiers[:place]:
-                faster.put(part.key, payload, part.priority, epoch)
-            return True
-        return False
+                return None
+            if tier.in_blocks:
+                copy = cast("HostTier", tier).hold(part.key, length)
+            else:
+                copy = self._read(tier, part, length)
+            if copy is not None:
+                return place, copy
+        return None
+
+    def _read(self, tier: Tier, part: Part, length: int) -> HostCopy | None:
+        """Return a copy that a slower tier has, in blocks of host memory."""
+        payload = tier.get(part.key, length)
+        copy = None if payload is None else self._blocks.take(len(part.block_ids))
+        if payload is not None and copy is not None:
+            self._blocks.fill(copy, payload)
+        return copy
 
 
 @final
@@ -154,22 +225,28 @@ class StoreJob(_Job):
     def run(self) -> None:
         """Store what is not stored yet; a tier that refuses is left out. O(bytes)."""
         try:
-            for part in self.parts:
-                self._store(part)
+            for parts in self._batches():
+                self._store([part for part in parts if self._lacking(part)])
         finally:
             self.is_done = True
 
-    def _store(self, part: Part) -> None:
-        wanting = [(tier, epoch) for tier, epoch in self._tiers if not tier.contains(part.key)]
-        if not wanting or not self._may_go_on() or self.is_stale:
+    def _lacking(self, part: Part) -> list[tuple[Tier, int]]:
+        """Return the tiers that have no copy of a content. O(tiers)."""
+        return [(tier, epoch) for tier, epoch in self._tiers if not tier.contains(part.key)]
+
+    def _store(self, parts: Sequence[Part]) -> None:
+        if not parts or not self._may_go_on() or self.is_stale:
             return
-        pieces: list[bytes] = []
-        for block_id in part.block_ids:
-            with self._lock:
-                if not self._may_go_on():
+        copies: list[HostCopy] = []
+        try:
+            for part in parts:
+                copy = self._blocks.take(len(part.block_ids))
+                if copy is None:
                     return
-                pieces.append(bytes(self._mover.read_block(block_id)))
-        payload = memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        for tier, epoch in wanting:
-            if tier.put(part.key, payload, part.priority, epoch):
-                self.num_bytes += len(payload)
+                copies.append(copy)
+            if self._move(parts, copies, is_load=False):
+                for part, copy in zip(parts, copies, strict=True):
+                    self._put(part, copy, self._lacking(part))
+        finally:
+            for copy in copies:
+                self._blocks.release(copy)

@@ -97,7 +97,7 @@ class PeerTier:
 
     Attributes:
         name: "peer HOST:PORT".
-        keeps: False.
+        keeps, in_blocks: False.
         stats: its counters; `is_enabled` says whether the peer is there now.
         epoch: how often it was cleared, here or there.
         num_by_transport: its hits, by what carried them: "tcp", or "nixl" where they were read out
@@ -107,7 +107,7 @@ class PeerTier:
         InvalidArgumentError: no address.
     """
 
-    keeps, medium = False, "REMOTE"
+    keeps, in_blocks, medium = False, False, "REMOTE"
 
     def __init__(
         self,

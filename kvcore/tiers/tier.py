@@ -70,6 +70,7 @@ class Tier(Protocol):
         name: for reports.
         medium: what KV events call it, as vLLM's do.
         keeps: whether it takes copies; False of one that is only read, such as a peer.
+        in_blocks: whether its copies lie in blocks of host memory, as a `HostTier`'s do.
         stats: its counters.
         epoch: how often it was cleared.
     """
@@ -77,6 +78,7 @@ class Tier(Protocol):
     name: str
     medium: str
     keeps: bool
+    in_blocks: bool
     stats: TierStats
     epoch: int
 
@@ -232,6 +234,7 @@ class IndexedTier(Generic[_Entry]):
     """
 
     keeps = True
+    in_blocks = False
 
     def __init__(self, name: str, capacity_bytes: SupportsIndex) -> None:
         self.name = name

@@ -73,6 +73,14 @@ class SlowTier:
         self._pass(READS, "read_faults")
         return self._tier.get(key, length)
 
+    def hold(self, key, length):
+        self._pass((), "")
+        return self._tier.hold(key, length)
+
+    def adopt(self, key, copy, priority, epoch):
+        self._pass((), "")
+        return self._tier.adopt(key, copy, priority, epoch)
+
     def put(self, key, payload, priority, epoch):
         self._pass(WRITES, "write_faults")
         return self._tier.put(key, payload, priority, epoch)

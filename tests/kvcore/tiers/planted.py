@@ -4,7 +4,7 @@ The threads beside them are those in which the bug was reported. Each is an edit
 and the property that must be seen broken.
 """
 
-from kvcore.tiers import disk, host, jobs, peer, peer_server, record, tier_manager
+from kvcore.tiers import disk, host, host_blocks, jobs, peer, peer_server, record, tier_manager
 
 PLANTED = {}  # by name: the properties, the story in which it shows, and the edit
 
@@ -62,10 +62,15 @@ plant("loads_count_when_they_are_sent", "P38", "faulty_reads", tier_manager.Tier
       "finish_load", "job.is_whole and", "not job.is_stale and")  # fmt: skip
 # vllm#50754: a load of which a part is missing counts as whole.
 plant("loads_may_lack_a_part", "P38", "faulty_reads", jobs.LoadJob, "run",
-      "all(map(self._load, self.parts))",
-      "any([self._load(part) for part in self.parts])")  # fmt: skip
-plant("pieces_of_a_state_are_all_the_first", "P38", "restarts", jobs.LoadJob, "_load",
+      "all(map(self._load, self._batches()))",
+      "any([self._load([part]) for part in self.parts])")  # fmt: skip
+plant("pieces_of_a_state_are_all_the_first", "P38", "restarts", host_blocks.HostBlocks, "fill",
       "payload[number * size : (number + 1) * size]", "payload[:size]")  # fmt: skip
+# Memory that is overwritten by mistake is served.
+plant("sums_of_host_memory_are_not_compared", "P38", "memory_is_overwritten", jobs._Job, "_move",
+      "elif copy.sums != sums:", "elif False:")  # fmt: skip
+plant("blocks_of_evicted_copies_are_lost", "P24 P39", "restarts", host_blocks.HostBlocks, "_end",
+      "self._free += copy.ids", "pass")  # fmt: skip
 
 # Bytes are bounded.
 
@@ -81,7 +86,7 @@ plant("a_restart_counts_nothing", "P39", "restarts", disk.DiskTier, "_scan",
 plant("half_a_write_is_not_counted", "P39", "half_writes", disk.DiskTier, "_write",
       "self._files.cut(number, segment.size)", "pass")  # fmt: skip
 plant("host_memory_is_counted_without_its_keys", "P39", "restarts", host.HostTier, "_drop",
-      "len(payload) + ENTRY_BYTES", "len(payload) + 2 * ENTRY_BYTES")  # fmt: skip
+      "block_bytes + ENTRY_BYTES", "block_bytes + 2 * ENTRY_BYTES")  # fmt: skip
 
 # A device that fails for a while costs the tier for a while.
 

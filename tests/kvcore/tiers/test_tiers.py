@@ -68,6 +68,8 @@ def test_a_capacity_without_room_for_copies_is_refused(tmp_path):
 @pytest.mark.parametrize("make", [open_tier, lambda path: tiers.HostTier(1 << 18)])
 def test_the_lowest_priority_goes_first_and_then_the_least_recently_used(tmp_path, make):
     tier = make(tmp_path)
+    if tier.in_blocks:
+        tier.start(MEANING, NUM_BYTES)
     tier.put(key(0), payload_of(0), 1, 0)
     for number in range(1, 400):
         tier.touch(key(1))

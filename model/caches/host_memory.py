@@ -1,0 +1,181 @@
+"""Host memory for blocks: a second pool beside the caches, page-locked where a GPU copies.
+
+Decides: how it is allocated, once, before the first request: the system gives the pages to several
+threads at a time, then the driver locks all of them in one call; how blocks move between it and the
+caches: in one call of the backend, on streams of their own that wait for the steps sent before, so
+no step waits for them.
+
+Invariants: a move has ended when its call returns; what was freed is not touched any more.
+
+Does not know: which blocks, what they hold.
+"""
+
+import logging
+import mmap
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from threading import Lock
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import backends
+from model.caches.memory import show_bytes
+
+_PAGE_BYTES: Final = 4096
+_THREADS: Final = 8
+_STEP_BYTES: Final = 4 << 30  # between reports
+_PROBE_BYTES: Final = 64 << 20
+_cuda: Any = torch.cuda  # its runtime has no types
+_log = logging.getLogger(__name__)
+
+
+def allocate_host(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """Allocate uint8 [num_blocks, block_bytes], page-locked for a GPU: about 4 GB a second there.
+
+    Memory that cannot be page-locked is used as it is, with a warning.
+
+    Raises:
+        MemoryError: the system has too little address space.
+    """
+    size = max(1, num_blocks * block_bytes)
+    if device.type != "cuda":
+        return torch.from_numpy(np.zeros(size, np.uint8))[: num_blocks * block_bytes].view(
+            num_blocks, block_bytes
+        )
+    try:
+        pages = mmap.mmap(-1, size)
+    except (OSError, ValueError) as error:
+        raise MemoryError(f"{show_bytes(size)} of host memory cannot be allocated") from error
+    with suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    content = np.frombuffer(pages, np.uint8)
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for begin in range(0, size, _STEP_BYTES):
+            part = content[begin : begin + _STEP_BYTES : _PAGE_BYTES]
+            list(threads.map(lambda each: each.fill(0), np.array_split(part, _THREADS)))
+            if begin:
+                done = show_bytes(begin)
+                _log.info("host memory: %s of %s are allocated", done, show_bytes(size))
+    found = torch.from_numpy(content)
+    code = int(_cuda.cudart().cudaHostRegister(found.data_ptr(), size, 0))
+    if code:
+        _log.warning(
+            "host memory: %s cannot be page-locked (CUDA error %d): copies to and from the GPU "
+            "take several times as long, and steps wait for them (ulimit -l, or fewer bytes)",
+            show_bytes(size),
+            code,
+        )
+    else:
+        took_s = time.monotonic() - began_s
+        _log.info("host memory: %s are page-locked, in %.1f s", show_bytes(size), took_s)
+    return found[: num_blocks * block_bytes].view(num_blocks, block_bytes)
+
+
+@final
+class HostPool:
+    """Moves blocks between the caches and host memory: a `kvcore.tiers.HostMover`.
+
+    Args:
+        backend: moves bytes.
+        storages: all memory of the caches, see `KVCaches.storages`.
+        lock: held while blocks are read or written; None: none is needed.
+    """
+
+    def __init__(
+        self,
+        backend: backends.Backend,
+        storages: Sequence[Tensor],
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._storages = storages
+        self._lock = nullcontext() if lock is None else lock
+        self._device = storages[0].device
+        self._block_bytes = sum([storage.shape[1] for storage in storages])
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._is_free = False
+        self._turns = Lock(), Lock()  # of moves to host memory and from it
+        self._torch: Any = None
+        self._streams: tuple[Any, Any] = (None, None)
+        if self._device.type != "cpu":
+            self._torch = torch.get_device_module(self._device)
+            self._streams = self._torch.Stream(), self._torch.Stream()
+
+    def mark(self) -> object:
+        """Return what has been sent to the device so far, for `wait_for`. O(1)."""
+        if self._torch is None:
+            return None
+        event = self._torch.Event()
+        event.record(self._torch.current_stream())
+        return event
+
+    def wait_for(self, mark: object, *, to_host: bool) -> None:
+        """Have moves of a direction come after a mark. O(1)."""
+        if self._torch is not None:
+            self._streams[not to_host].wait_event(mark)
+
+    def hold_back(self) -> None:
+        """Have what is sent from now on come after the moves from host memory. O(1)."""
+        if self._torch is not None:
+            self._torch.current_stream().wait_stream(self._streams[1])
+
+    def allocate(self, num_blocks: int) -> memoryview:
+        """See `HostMover.allocate`."""
+        self._host = allocate_host(num_blocks, self._block_bytes, self._device)
+        return self._host.numpy().reshape(-1).data
+
+    def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Sequence[int]:
+        """See `HostMover.store`. O(bytes)."""
+        return self._move(block_ids, host_ids, to_host=True)
+
+    def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Sequence[int]:
+        """See `HostMover.load`. O(bytes)."""
+        return self._move(block_ids, host_ids, to_host=False)
+
+    def _move(
+        self, block_ids: Sequence[int], host_ids: Sequence[int], *, to_host: bool
+    ) -> Sequence[int]:
+        stream = nullcontext() if self._torch is None else self._streams[not to_host]
+        on_stream = nullcontext() if self._torch is None else self._torch.stream(stream)
+        moves = torch.tensor([*zip(block_ids, host_ids, strict=True)], dtype=torch.int64)
+        with self._turns[not to_host], self._lock, on_stream:
+            if self._is_free:
+                raise RuntimeError("the host memory was freed")
+            sums = torch.empty(len(block_ids), dtype=torch.int64, device=self._device)
+            self._backend.move_blocks(self._storages, self._host, moves, sums, to_host=to_host)
+            found: list[int] = sums.tolist()  # this waits
+        return found
+
+    def sums(self, host_ids: Sequence[int]) -> Sequence[int]:
+        """See `HostMover.sums`. O(bytes)."""
+        sizes = [storage.shape[1] for storage in self._storages]
+        return [backends.block_sum(torch.split(self._host[one], sizes)) for one in host_ids]
+
+    def free(self) -> None:
+        """See `HostMover.free`."""
+        with self._turns[0], self._turns[1]:
+            self._is_free = True
+            if self._host.numel() and self._host.is_pinned():
+                _cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+
+    def seconds_a_byte(self) -> float:
+        """Measure moves from host memory. Blocks get the bytes that they have already.
+
+        Call it after `allocate`, before anything else has moved.
+        """
+        most = max(1, _PROBE_BYTES // self._block_bytes)
+        count = min(most, len(self._host), self._storages[0].shape[0] - 1)
+        block_ids, host_ids = range(1, count + 1), range(count)
+        self.store(block_ids, host_ids)
+        took_s = []
+        for _ in range(2):  # the first one may compile
+            began_s = time.perf_counter()
+            self.load(host_ids, block_ids)
+            took_s.append(time.perf_counter() - began_s)
+        return took_s[-1] / (count * self._block_bytes)
