@@ -31,7 +31,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, SupportsIndex, final
 
@@ -43,6 +44,7 @@ from kvcore.tiers.record import (
     RECORD_BYTES,
     SEGMENT_BYTES,
     VERSION,
+    Fault,
     Header,
     Key,
     Meaning,
@@ -61,7 +63,44 @@ _MAX_FAILURES: Final = 8
 _FIRST_PAUSE_S: Final = 1.0
 _LAST_PAUSE_S: Final = 60.0
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READERS: Final = min(8, os.cpu_count() or 1)  # threads
+_RUN_BYTES: Final = 8 << 20  # of records that one call reads, and one at least
+_MAX_BUFFERS: Final = 512  # of a call, of which systems take 1,024
 _log = logging.getLogger(__name__)
+
+_Results = Sequence[Fault | OSError | None]
+"""For each record why it cannot be served; None: it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A record that is to be read: its place among those asked for, and where it is to be."""
+
+    place: int
+    header: Header
+    offset: int
+    target: Sequence[memoryview]
+
+    @property
+    def end(self) -> int:
+        """The offset of the record behind it."""
+        return self.offset + RECORD_BYTES + self.header.length
+
+
+def _runs(found: Sequence[_Wanted]) -> list[list[_Wanted]]:
+    """Return records that follow each other on the disk, in runs of a bounded size."""
+    runs: list[list[_Wanted]] = []
+    for wanted in sorted(found, key=lambda one: (one.header.segment, one.offset)):
+        last = runs[-1][-1] if runs else None
+        if (
+            last is None
+            or (last.header.segment, last.end) != (wanted.header.segment, wanted.offset)
+            or wanted.end - runs[-1][0].offset > _RUN_BYTES
+            or len(runs[-1]) * (1 + len(wanted.target)) >= _MAX_BUFFERS
+        ):
+            runs.append([])
+        runs[-1].append(wanted)
+    return runs
 
 
 @dataclass(slots=True)
@@ -117,7 +156,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         capacity_bytes: the most bytes that the segments may take.
         segment_bytes: the size of a segment; None: a 64th of the capacity, at most 256 MiB. At
             least one record has room in any case.
-        segments: the files, for tests; None: those of `path`.
+        segments: the files, for tests, which no further threads read; None: those of `path`.
         now_s: a clock, in seconds, for the pauses after failures.
 
     Attributes:
@@ -158,6 +197,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         self._whole = capacity, self._segment_bytes  # sizes while the device has space
         self._least_bytes = RECORD_BYTES  # of the largest record
         self._meaning = Meaning(b"")
+        self._threads = None if segments else ThreadPoolExecutor(_READERS, "kv disk reads")
 
     def start(self, meaning: Meaning, largest: int) -> None:
         """Find the records of the files. O(records): it reads their headers."""
@@ -185,20 +225,58 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
 
     def get(self, key: Key, length: int) -> memoryview | None:
         """Read a copy. O(length)."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        size = min(length, entry[0].length + 1)  # `length` may be anything
+        payload = memoryview(bytearray(size))
+        [is_there] = self.begin_read([key], [[payload]])()
+        return payload if is_there else None
+
+    def begin_read(
+        self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+    ) -> Callable[[], Sequence[bool]]:
+        """Begin to read copies, those that follow each other in a segment in one call. O(keys).
+
+        Several threads read and check them, without the lock.
+        """
+        found: list[_Wanted] = []
         with self._lock:
-            found = self._entries.get(key)
-            if found is None:
-                return None
-            header, offset = found
-            data = self._read(header, offset)
-            if data is None or header.length != length:
-                if data is not None:
-                    self.stats.faults["short"] += 1
-                if key in self._entries:  # not if this failure has turned the tier off
-                    self._bury(key)
-                return None
-            self._note_hit(key, length)
-            return memoryview(data)[RECORD_BYTES:]
+            for place, (key, target) in enumerate(zip(keys, targets, strict=True)):
+                if (entry := self._entries.get(key)) is not None:
+                    header, offset = entry
+                    if header.length == sum(map(len, target)):
+                        found.append(_Wanted(place, header, offset, target))
+                    else:
+                        self.stats.faults["short"] += 1
+                        self._bury(key)
+        runs = _runs(found)
+        if self._threads is None or len(runs) == 1:
+            results = [self._read(run) for run in runs]
+            return lambda: self._end_read(len(keys), runs, results)
+        waiting = [self._threads.submit(self._read, run) for run in runs]
+        return lambda: self._end_read(len(keys), runs, [one.result() for one in waiting])
+
+    def _end_read(
+        self, count: int, runs: Sequence[Sequence[_Wanted]], results: Sequence[_Results]
+    ) -> list[bool]:
+        """Count what was read, and bury records that are not what their headers say."""
+        is_there = [False] * count
+        with self._lock:
+            for run, faults in zip(runs, results, strict=True):
+                for wanted, fault in zip(run, faults, strict=True):
+                    key = wanted.header.key
+                    if fault is None:
+                        is_there[wanted.place] = True
+                        self._num_failed_reads = 0
+                        self._note_hit(key, wanted.header.length)
+                    elif self._entries.get(key) != (wanted.header, wanted.offset):
+                        self.stats.faults["gone"] += 1  # evicted or moved meanwhile
+                    else:
+                        self._note_fault(fault)
+                        if key in self._entries:  # not if this failure has turned the tier off
+                            self._bury(key)
+        return is_there
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
         """Write a copy. O(length), and amortised the same for compactions."""
@@ -265,6 +343,8 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             self._pauses = _Pauses(lambda: -math.inf)  # no try comes any more
             self._forget_all()
             self._files.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     # The index
 
@@ -287,7 +367,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         self._evict(0)
 
     def _scan_segment(self, number: int, size: int) -> None:
-        version = segment_version(self._files.read(number, 0, SEGMENT_BYTES), number)
+        version = segment_version(self._bytes_at(number, 0, SEGMENT_BYTES), number)
         if version in ("torn", "corrupted", "stale"):
             self.stats.faults[version] += 1
             self._active = None
@@ -299,7 +379,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             )
         offset = SEGMENT_BYTES
         while offset < size:
-            header = decode_header(self._files.read(number, offset, RECORD_BYTES))
+            header = decode_header(self._bytes_at(number, offset, RECORD_BYTES))
             if isinstance(header, Header) and header.segment != number:
                 header = "stale"
             if isinstance(header, Header) and offset + RECORD_BYTES + header.length > size:
@@ -409,12 +489,13 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             key = next(iter(segment.keys))
             header, offset = self._entries[key]
             self._drop(key)
-            data = self._read(header, offset)
+            payload = self._read_one(header, offset)
             room = self.stats.capacity_bytes - self.stats.used_bytes - SEGMENT_BYTES
-            if data is None or len(data) > room:  # a segment of a time with a larger capacity
+            if (
+                payload is None or RECORD_BYTES + len(payload) > room
+            ):  # a segment of a time with a larger capacity
                 continue
             try:
-                payload = memoryview(data)[RECORD_BYTES:]
                 self._append(key, payload, header.priority, header.checksum, header.number)
             except OSError as error:  # the file is deleted all the same, to make room
                 self._note_failed_write(error)
@@ -423,19 +504,48 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
 
     # The files
 
-    def _read(self, header: Header, offset: int) -> bytes | None:
-        """Return a record, if it is what its header says; otherwise count the fault."""
+    def _read(self, run: Sequence[_Wanted]) -> _Results:
+        """Read records that follow each other; for each why it is not what its header says."""
+        buffers: list[bytearray | memoryview] = []
+        for wanted in run:
+            buffers += [bytearray(RECORD_BYTES), *wanted.target]
+        first = run[0]
         try:
-            data = self._files.read(header.segment, offset, RECORD_BYTES + header.length)
+            left = self._files.read(first.header.segment, first.offset, buffers)
         except OSError as error:
-            self._note_failed_read(error)
-            return None
-        self._num_failed_reads = 0
-        fault = fault_of(data, header)
+            return [error] * len(run)
+        faults: list[Fault | OSError | None] = []
+        for wanted in run:
+            size = 1 + len(wanted.target)
+            head, *payload = [memoryview(buffer) for buffer in buffers[:size]]
+            del buffers[:size]
+            if left < RECORD_BYTES + wanted.header.length:
+                head, payload = head[: max(left, 0)], []
+            faults.append(fault_of(head, payload, wanted.header))
+            left -= RECORD_BYTES + wanted.header.length
+        return faults
+
+    def _read_one(self, header: Header, offset: int) -> memoryview | None:
+        """Return a payload, if the record is what its header says; otherwise count the fault."""
+        payload = memoryview(bytearray(header.length))
+        [fault] = self._read([_Wanted(0, header, offset, [payload])])
         if fault is None:
-            return data
-        self.stats.faults[fault] += 1
+            self._num_failed_reads = 0
+            return payload
+        self._note_fault(fault)
         return None
+
+    def _note_fault(self, fault: Fault | OSError) -> None:
+        if isinstance(fault, OSError):
+            self._note_failed_read(fault)
+        else:
+            self._num_failed_reads = 0
+            self.stats.faults[fault] += 1
+
+    def _bytes_at(self, number: int, offset: int, size: int) -> bytes:
+        """Return the bytes of a segment there, fewer at its end."""
+        data = bytearray(size)
+        return bytes(data[: self._files.read(number, offset, [data])])
 
     def _append(
         self, key: Key, payload: memoryview, priority: int, checksum: bytes, record: int = 0

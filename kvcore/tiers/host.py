@@ -7,12 +7,13 @@ that was overwritten by mistake must be a miss too. Safe for several threads.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Final, SupportsIndex, final
 
 from kvcore.tiers.host_blocks import HostBlocks, HostCopy, OneByOne
 from kvcore.tiers.record import Key, Meaning
-from kvcore.tiers.tier import IndexedTier, TierError
+from kvcore.tiers.tier import IndexedTier, TierError, read_each
 
 ENTRY_BYTES: Final = 512
 """What is counted for a copy beside its payload: its key, sums and places in the order."""
@@ -70,7 +71,7 @@ class HostTier(IndexedTier[HostCopy]):
         self._blocks = blocks
 
     def hold(self, key: Key, length: int) -> HostCopy | None:
-        """Return a copy, held, if it has `length` bytes; its sums are still to be compared. O(1)."""
+        """Return a copy of `length` bytes, held; its sums are still to be compared. O(1)."""
         with self._lock:
             copy = self._entries.get(key)
             if copy is None:
@@ -124,15 +125,22 @@ class HostTier(IndexedTier[HostCopy]):
         self.spoil(key, copy)
         return None
 
+    def begin_read(
+        self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+    ) -> Callable[[], Sequence[bool]]:
+        """See `Tier.begin_read`. One after the other, when they are waited for."""
+        return partial(read_each, self, keys, targets)
+
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
         """See `Tier.put`."""
         if epoch != self.epoch or len(payload) + ENTRY_BYTES > self.stats.capacity_bytes:
             return False
         if key in self._entries:
             return True
-        copy = self.blocks.take(-(-len(payload) // self.blocks.block_bytes))
-        if copy is None:
+        copies = self.blocks.take([-(-len(payload) // self.blocks.block_bytes)])
+        if not copies:
             return False
+        [copy] = copies
         try:
             self.blocks.fill(copy, payload)
             copy.sums = tuple(self.blocks.mover.sums(copy.ids))

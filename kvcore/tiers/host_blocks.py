@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol, final, runtime_checkable
 
 import xxhash
@@ -151,16 +152,25 @@ class HostBlocks:
         self._free: list[int] = []
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> HostCopy | None:
-        """Take blocks for a copy, which is held; None: too few are free. O(count)."""
+    def take(self, sizes: Sequence[int]) -> list[HostCopy]:
+        """Take blocks for copies of these numbers of blocks, which are held. O(blocks).
+
+        Their ids rise from copy to copy, so that copies that lie together move together.
+
+        Returns:
+            The copies; none if too few blocks are free.
+        """
+        count = sum(sizes)
         with self._lock:
-            if count > len(self._free) + self._num_blocks - self._num_used:
-                return None
             new = max(0, count - len(self._free))
-            ids = [self._free.pop() for _ in range(count - new)]
+            if new > self._num_blocks - self._num_used:
+                return []
+            ids = self._free[len(self._free) - (count - new) :]
+            del self._free[len(self._free) - (count - new) :]
             ids += range(self._num_used, self._num_used + new)
             self._num_used += new
-        return HostCopy(tuple(ids))
+        rising = iter(sorted(ids))
+        return [HostCopy(tuple(islice(rising, size))) for size in sizes]
 
     def hold(self, copy: HostCopy) -> None:
         """Hold a copy that a tier keeps, or another job holds: its bytes stay. O(1)."""

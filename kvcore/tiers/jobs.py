@@ -14,7 +14,7 @@ Does not know: sequences, when a transfer is worth it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -38,6 +38,21 @@ class Part:
     key: Key
     block_ids: tuple[int, ...]
     priority: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Contents that are loaded at once.
+
+    Attributes:
+        parts: the contents.
+        found: for each the place of the tier that has it, and the copy, held; None: not yet.
+        reads: what is still to be read.
+    """
+
+    parts: Sequence[Part]
+    found: list[tuple[int, HostCopy] | None]
+    reads: Generator[None]
 
 
 class _Job:
@@ -164,29 +179,77 @@ class LoadJob(_Job):
 
     def run(self) -> None:
         """Load all contents; the first that is nowhere ends it. O(bytes)."""
+        begun: list[_Batch] = []
         try:
-            self.has_succeeded = all(map(self._load, self._batches()))
+            for parts in self._batches():  # one is read while the one before it moves
+                begun.append(self._begin(parts))
+                if len(begun) > 1 and not self._load(begun.pop(0)):
+                    return
+            self.has_succeeded = all(self._load(begun.pop(0)) for _ in [*begun])
         finally:
+            for batch in begun:
+                self._end(batch)
             self.is_done = True
 
-    def _load(self, parts: Sequence[Part]) -> bool:
-        """Load a batch; a copy of which the bytes have changed is looked for elsewhere."""
-        while True:
-            found: list[tuple[int, HostCopy]] = []
+    def _begin(self, parts: Sequence[Part]) -> _Batch:
+        found: list[tuple[int, HostCopy] | None] = [None] * len(parts)
+        batch = _Batch(parts, found, self._read(parts, found))
+        next(batch.reads, None)
+        return batch
+
+    def _read(
+        self, wanted: Sequence[Part], found: list[tuple[int, HostCopy] | None]
+    ) -> Generator[None]:
+        """Find each content in the first tier that has it; yields while a slow one reads."""
+        size = self._blocks.block_bytes
+        for place, (tier, _) in enumerate(self._tiers):
+            missing = [number for number, one in enumerate(found) if one is None]
+            if not missing or not self._may_go_on() or self.is_stale:
+                return
+            parts = [wanted[number] for number in missing]
+            if tier.in_blocks:
+                for number, part in zip(missing, parts, strict=True):
+                    held = cast("HostTier", tier).hold(part.key, size * len(part.block_ids))
+                    found[number] = None if held is None else (place, held)
+                continue
+            copies = self._blocks.take([len(part.block_ids) for part in parts])
+            if not copies:
+                return
+            targets = [self._blocks.views(copy) for copy in copies]
+            wait = tier.begin_read([part.key for part in parts], targets)
             try:
-                for part in parts:
-                    one = self._find(part)
-                    if one is None:
-                        return False
-                    found.append(one)
-                if self._move(parts, [copy for _, copy in found], is_load=True):
-                    self._note(parts, found)
+                yield
+            finally:  # until then its memory is written
+                for number, copy, is_there in zip(missing, copies, wait(), strict=True):
+                    if is_there:
+                        found[number] = place, copy
+                    else:
+                        self._blocks.release(copy)
+
+    def _load(self, batch: _Batch) -> bool:
+        """Move a batch when it is there; a copy whose bytes have changed is looked for again."""
+        while True:
+            try:
+                for _ in batch.reads:
+                    pass
+                found = [one for one in batch.found if one is not None]
+                if len(found) < len(batch.parts):
+                    return False
+                if self._move(batch.parts, [copy for _, copy in found], is_load=True):
+                    self._note(batch.parts, found)
                     return True
                 if not self._may_go_on():
                     return False
             finally:
-                for _, copy in found:
-                    self._blocks.release(copy)
+                self._end(batch)
+            batch = self._begin(batch.parts)
+
+    def _end(self, batch: _Batch) -> None:
+        """Hold its copies no more, after what is still read."""
+        batch.reads.close()
+        for one in batch.found:
+            if one is not None:
+                self._blocks.release(one[1])
 
     def _note(self, parts: Sequence[Part], found: Sequence[tuple[int, HostCopy]]) -> None:
         """Count what was loaded, and have faster tiers keep it."""
@@ -194,28 +257,6 @@ class LoadJob(_Job):
             self.num_found[self._tiers[place][0].name] += 1
             self.num_bytes += len(copy.ids) * self._blocks.block_bytes
             self._put(part, copy, self._tiers[:place])
-
-    def _find(self, part: Part) -> tuple[int, HostCopy] | None:
-        """Return the place of the first tier that has a content, and the copy, held."""
-        length = len(part.block_ids) * self._blocks.block_bytes
-        for place, (tier, _) in enumerate(self._tiers):
-            if not self._may_go_on() or self.is_stale:
-                return None
-            if tier.in_blocks:
-                copy = cast("HostTier", tier).hold(part.key, length)
-            else:
-                copy = self._read(tier, part, length)
-            if copy is not None:
-                return place, copy
-        return None
-
-    def _read(self, tier: Tier, part: Part, length: int) -> HostCopy | None:
-        """Return a copy that a slower tier has, in blocks of host memory."""
-        payload = tier.get(part.key, length)
-        copy = None if payload is None else self._blocks.take(len(part.block_ids))
-        if payload is not None and copy is not None:
-            self._blocks.fill(copy, payload)
-        return copy
 
 
 @final
@@ -237,14 +278,10 @@ class StoreJob(_Job):
     def _store(self, parts: Sequence[Part]) -> None:
         if not parts or not self._may_go_on() or self.is_stale:
             return
-        copies: list[HostCopy] = []
+        sizes = [len(part.block_ids) for part in reversed(parts)]  # in the order of the tokens
+        copies = self._blocks.take(sizes)[::-1]
         try:
-            for part in parts:
-                copy = self._blocks.take(len(part.block_ids))
-                if copy is None:
-                    return
-                copies.append(copy)
-            if self._move(parts, copies, is_load=False):
+            if copies and self._move(parts, copies, is_load=False):
                 for part, copy in zip(parts, copies, strict=True):
                     self._put(part, copy, self._lacking(part))
         finally:

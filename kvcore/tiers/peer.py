@@ -26,7 +26,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Final, final
 
 from kvcore.tiers.link import (
@@ -62,7 +63,7 @@ from kvcore.tiers.record import (
     decode_header,
     is_private,
 )
-from kvcore.tiers.tier import TierStats
+from kvcore.tiers.tier import TierStats, read_each
 
 _HANDSHAKE_S: Final = 2.0
 _SILENCE_S: Final = 5.0  # without news: the peer says every second that it is there
@@ -157,6 +158,12 @@ class PeerTier:
 
     def touch(self, key: Key) -> None:
         """See `Tier.touch`; the peer notes its own uses."""
+
+    def begin_read(
+        self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+    ) -> Callable[[], Sequence[bool]]:
+        """See `Tier.begin_read`. One after the other, when they are waited for."""
+        return partial(read_each, self, keys, targets)
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
         """See `Tier.put`: nothing is stored at a peer."""

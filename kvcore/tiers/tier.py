@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar, final
 
@@ -102,6 +102,16 @@ class Tier(Protocol):
         """Return the payload, checked, if it has `length` bytes; None: a miss. O(length)."""
         ...
 
+    def begin_read(
+        self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+    ) -> Callable[[], Sequence[bool]]:
+        """Begin to read copies into memory that has the bytes of each.
+
+        Returns:
+            A function that waits, and returns which copies have come, checked as by `get`.
+        """
+        ...
+
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
         """Keep a copy; whether it has one now. One of an earlier epoch is refused. O(length)."""
         ...
@@ -140,6 +150,30 @@ class KeepingTier(Tier, Protocol):
     def unwatch(self, changes: Changes) -> None:
         """Note no further changes. O(watchers)."""
         ...
+
+
+class ReadingTier(Protocol):
+    """A tier that returns one copy after the other."""
+
+    def get(self, key: Key, length: int) -> memoryview | None:
+        """See `Tier.get`."""
+        ...
+
+
+def read_each(
+    tier: ReadingTier, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+) -> list[bool]:
+    """Read copies as `Tier.begin_read` says, one after the other. O(bytes)."""
+    found: list[bool] = []
+    for key, target in zip(keys, targets, strict=True):
+        payload = tier.get(key, sum(map(len, target)))
+        found.append(payload is not None)
+        if payload is not None:
+            begin = 0
+            for piece in target:
+                piece[:] = payload[begin : begin + len(piece)]
+                begin += len(piece)
+    return found
 
 
 @final

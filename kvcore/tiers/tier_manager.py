@@ -74,7 +74,8 @@ class TierManager:
             as a digest of the weights, the dtype and the rank. The geometry of the layer groups
             is added here.
         max_store_blocks: the most blocks that stores hold at once; None: an eighth of the pool.
-        batch_bytes: what jobs move at once; two batches of host memory are allocated beside tiers.
+        batch_bytes: what jobs move at once; host memory for three batches is allocated beside that
+            of tiers, for a load and a store at a time.
         is_shard: other processes make the same calls and hold other parts of the same contents, so
             all must make the same choices: what tiers have decides nothing but what `find` returns,
             and the caller says how much is loaded and which stores are done.
@@ -102,7 +103,7 @@ class TierManager:
         block_bytes: SupportsIndex,
         meaning: Mapping[str, str | int],
         max_store_blocks: SupportsIndex | None = None,
-        batch_bytes: SupportsIndex = 32 << 20,
+        batch_bytes: SupportsIndex = 128 << 20,
         is_shard: bool = False,
     ) -> None:
         self.kv = kv
@@ -150,9 +151,9 @@ class TierManager:
         kv.pool.watcher = self
 
     def _host_blocks(self, mover: HostMover, largest: int) -> HostBlocks:
-        """Allocate host memory for host tiers, a load and a store."""
+        """Allocate host memory for host tiers, two batches of a load and one of a store."""
         hosts = [cast("HostTier", tier) for tier in self.tiers if tier.in_blocks]
-        count = 2 * self._batch + sum(
+        count = 3 * self._batch + sum(
             [tier.most_blocks(largest, self._block_bytes) for tier in hosts]
         )
         try:

@@ -124,15 +124,35 @@ class Watched:
             raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
         return copy
 
+    def begin_read(self, keys, targets):
+        """As `get` of each, but that the tier reads them together."""
+        there = [self.tier.contains(key) for key in keys]
+        faults, wait = self.tier.stats.faults.total(), self.tier.begin_read(keys, targets)
+
+        def read():
+            found = wait()
+            for key, target, is_found in zip(keys, targets, found, strict=True):
+                if is_found:
+                    self.check(key, b"".join(target))
+            num_missing = there.count(True) - [*found].count(True)
+            if self.tier.stats.faults.total() - faults < num_missing:
+                raise BrokenError("P37: a record was not served, and that is not counted")
+            return found
+
+        return read
+
+    def check(self, key, payload):
+        if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
+            raise BrokenError("P37: a tier served other bytes than this prefix has")
+        if payload is not None and key not in self.machine.since_clear:
+            raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
+
     meanwhile = None
 
     def get(self, key, length):
         is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()
         payload, meanwhile, self.meanwhile = self.tier.get(key, length), self.meanwhile, None
-        if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
-            raise BrokenError("P37: a tier served other bytes than this prefix has")
-        if payload is not None and key not in self.machine.since_clear:
-            raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
+        self.check(key, payload)
         if payload is None and is_there and self.tier.stats.faults.total() == faults:
             raise BrokenError("P37: a record was not served, and that is not counted")
         if meanwhile is not None:
@@ -178,6 +198,7 @@ class TierMachine(RuleBasedStateMachine):
         pieces = getattr(groups[-1], "num_blocks", 1) if groups else 1
         self.segment_bytes = 32 + records * (128 + NUM_BYTES * pieces)
         self.capacity = segments * self.segment_bytes
+        self.batch_bytes = NUM_BYTES * (64, 2, 5)[records % 3]
         self.disk = FaultyDisk()
         self.ever_stored = {}  # weights -> keys that a disk may serve
         self.ever_true = {}  # weights -> key -> payload; peers ask for what came before a restart
@@ -211,6 +232,7 @@ class TierMachine(RuleBasedStateMachine):
             block_bytes=NUM_BYTES,
             meaning={"weights": weights},
             max_store_blocks=8,
+            batch_bytes=self.batch_bytes,
         )
         if self.disk.total > capacity:
             raise BrokenError(

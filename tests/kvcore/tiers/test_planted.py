@@ -54,6 +54,9 @@ def faulty_reads(life):
         life.restart("killed", "a", 1, 0)
         life.the_disk_misbehaves([], [None, kind, None, kind], False, False)
         life.churn([0, 5])
+        life.restart("killed", "a", 1, 0)
+        life.the_disk_misbehaves([], [kind], False, False)
+        life.serve(prompt(15, 0), SALTS[1], stores=True)
 
 
 def resets(life):
