@@ -8,6 +8,7 @@ that is cheap; otherwise they are the caller's duty.
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,7 +134,23 @@ def _check_blocks(caches: Sequence[Tensor], device: torch.device) -> None:
             raise InvalidArgumentError(name, "blocks that are contiguous inside", "gaps")
 
 
-def check_move_blocks(
+def check_move_blocks(backend: Backend, caches: Sequence[Tensor], host: Tensor) -> None:
+    """Host memory has room for a block of every cache."""
+    if not caches:
+        raise InvalidArgumentError("caches", "at least one", "none")
+    if caches[0].device.type != backend.device.type:
+        raise InvalidArgumentError("caches", f"device {backend.device}", f"{caches[0].device}")
+    _check_blocks(caches, caches[0].device)
+    sizes = [cache[0].nbytes for cache in caches]
+    require_tensor("host", host, dtype=torch.uint8, shape=(None, sum(sizes)), device=_CPU)
+    word = math.gcd(8, *sizes)
+    steps = [cache.stride(0) * cache.element_size() for cache in caches]
+    starts = [tensor.data_ptr() for tensor in (host, *caches)]
+    if any(each % word for each in (host.stride(0), *steps, *starts)):
+        raise InvalidArgumentError("caches", f"blocks that begin on {word} bytes", "others")
+
+
+def check_moves(
     backend: Backend,
     caches: Sequence[Tensor],
     host: Tensor,
@@ -142,28 +159,19 @@ def check_move_blocks(
     *,
     to_host: bool,
 ) -> None:
-    """Host memory has room for a block of every cache; all blocks are there, no target twice."""
+    """All blocks of a list are there, no target twice, and each has a sum. O(moves)."""
     require_tensor("moves", moves, dtype=torch.int64, shape=(None, 2), device=_CPU)
     require_tensor("sums", sums, dtype=torch.int64, shape=moves.shape[:1])
     if sums.device.type != backend.device.type:
         raise InvalidArgumentError("sums", f"device {backend.device}", f"{sums.device}")
-    if not caches:
-        raise InvalidArgumentError("caches", "at least one", "none")
-    _check_blocks(caches, sums.device)
-    sizes = [cache[0].nbytes for cache in caches]
-    require_tensor("host", host, dtype=torch.uint8, shape=(None, sum(sizes)), device=_CPU)
-    word = math.gcd(8, *sizes)
-    steps = [cache.stride(0) * cache.element_size() for cache in caches]
-    starts = [tensor.data_ptr() for tensor in (host, *caches)]
-    if any(each % word for each in (host.stride(0), *steps, *starts)):
-        raise InvalidArgumentError("caches", f"blocks that begin on {word} bytes", "others")
-    num_blocks = min(cache.shape[0] for cache in caches)
-    for ids, most, where in zip(moves.T, (num_blocks, len(host)), ("caches", "host"), strict=True):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < most:
+    ids = moves.numpy()
+    sizes = min(cache.shape[0] for cache in caches), host.shape[0]
+    for column, most, where in zip(ids.T, sizes, ("caches", "host"), strict=True):
+        if len(column) and not 0 <= column.min() <= column.max() < most:
             wanted = f"block ids of 0 .. {most - 1}, which {where} has"
-            raise InvalidArgumentError("moves", wanted, f"{int(ids.min())} .. {int(ids.max())}")
-    targets = moves[:, 1 if to_host else 0]
-    if len({*targets.tolist()}) < len(targets):
+            raise InvalidArgumentError("moves", wanted, f"{column.min()} .. {column.max()}")
+    targets = ids[:, 1 if to_host else 0]
+    if np.unique(targets).size < targets.size:
         raise InvalidArgumentError("moves", "each target once", "one twice")
 
 

@@ -175,9 +175,7 @@ def _moves(
     host.copy_(rows)
     pairs = torch.tensor(moves, dtype=torch.int64).reshape(-1, 2)
     sums = torch.full((len(moves),), 7, dtype=torch.int64, device=backend.device)
-    backend.move_blocks(
-        [*there[:-1], there[-1][:, 0]], host[1:8], pairs, sums, to_host=to_host
-    )
+    backend.move_blocks([*there[:-1], there[-1][:, 0]], host[1:8], pairs, sums, to_host=to_host)
     wanted = []
     for block_id, host_id in moves:
         parts = [memory[block_id] for memory in (*memories[:-1], whole[:, 0])]

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import numpy as np
 from torch import Tensor
 
-from backends.checks import check_move_blocks
+from backends.checks import check_move_blocks, check_moves
 from backends.contract import Backend
 from backends.numba_cpu.bits import SOURCE_DIGEST, at, jit, span
 from backends.numba_cpu.launch import Workers
@@ -79,7 +79,8 @@ def move_blocks(
         InvalidArgumentError: a shape, dtype, device or block id breaks the contract, or a target
             appears twice; nothing written.
     """
-    check_move_blocks(backend, caches, host, moves, sums, to_host=to_host)
+    check_move_blocks(backend, caches, host)
+    check_moves(backend, caches, host, moves, sums, to_host=to_host)
     pairs = np.ascontiguousarray(moves.numpy())
     sizes = [cache[0].nbytes for cache in caches]
     word = math.gcd(8, *sizes)
@@ -94,4 +95,3 @@ def move_blocks(
     move = partial(kernel, where, address, stride, pairs, found, to_host, tag)
     workers.run_evenly(move, len(pairs), -(-GRAIN_BYTES // sum(sizes)))
     sums.numpy()[:] = found
-

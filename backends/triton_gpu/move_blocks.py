@@ -10,30 +10,29 @@ chance of about 2^-32.
 On a GPU its copy engines move the blocks (`shared/link.py`), and this kernel sums them where they
 are on the GPU: before they have left, or after they have come. In the interpreter it copies too.
 
-Layout: a block of a cache is one run of memory, cut into pieces. Grid: `PROGRAMS` programs, each of
-which takes every PROGRAMS-th piece, so that most multiprocessors stay free for others: the link to
-host memory, and not the GPU, is what a move waits for. One launch for all caches whose blocks have
-one size and spacing. Bytes moved: each block read once and written once, and read once for its sum.
+Layout: a block of a cache is one run of memory, cut into pieces of which a program sums one. Grid:
+(moves * caches * pieces); one launch for all caches whose blocks have one size and spacing. Many
+short programs disturb other kernels less than a few long ones, which the link would wait for.
+Bytes moved: each block read once and written once, and read once more on the GPU for its sum.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple, cast
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from backends.checks import check_move_blocks
+from backends.checks import check_move_blocks, check_moves
 from backends.contract import Backend
 from backends.oracle import SUM_HIGH, SUM_LOW
 from backends.triton_gpu.shared import link
-from backends.triton_gpu.shared.launch import launcher
-from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
+from backends.triton_gpu.shared.launch import Variant, launcher
+from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two, sign
 
 PIECE_BYTES = 16384
-PROGRAMS = 8
 WARPS = 8
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,16 +40,13 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASKS = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF, 8: -1}
 
 
-@launcher(
-    indices=("moves", "places", "sums"), integers=("move_stride", "total"), pointers=("first",)
-)
+@launcher(indices=("moves", "places", "sums"), integers=("move_stride",), pointers=("first",))
 def _move(
     first: tl.tensor,  # block 0 of the first cache, as words
     moves: tl.tensor,  # int64 [num_moves, 2], any stride
     places: tl.tensor,  # int64 [num_caches + 1, 2]: words from `first` to each, offset in a block
     sums: tl.tensor,  # int64 [num_moves]
     move_stride: tl.tensor,
-    total: tl.tensor,  # pieces of all moves
     STRIDE: tl.constexpr,  # words from block to block
     SIZE: tl.constexpr,  # words a block
     HOST_STRIDE: tl.constexpr,  # words from block to block of host memory
@@ -64,31 +60,45 @@ def _move(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ) -> None:
+    move = tl.program_id(0) // (CACHES * PIECES)
+    cache = tl.program_id(0) // PIECES % CACHES
+    word = tl.program_id(0) % PIECES * WIDTH + tl.arange(0, WIDTH)
+    pair = moves + move.to(tl.int64) * move_stride
+    offset = tl.load(places + 2 * cache + 1)
+    block = tl.load(places + 2 * cache) + tl.load(pair) * STRIDE
+    block = tl.multiple_of(block, ALIGN)
     host = tl.load(places + 2 * CACHES)
-    item = tl.program_id(0)
-    while item < total:
-        move = item // (CACHES * PIECES)
-        cache = item // PIECES % CACHES
-        word = item % PIECES * WIDTH + tl.arange(0, WIDTH)
-        pair = moves + move.to(tl.int64) * move_stride
-        offset = tl.load(places + 2 * cache + 1)
-        block = tl.load(places + 2 * cache) + tl.load(pair) * STRIDE
-        block = tl.multiple_of(block, ALIGN)
-        copy = tl.multiple_of(host + tl.load(pair + 1) * HOST_STRIDE + offset, ALIGN)
-        source = copy if FROM_HOST else block
-        data = tl.load(first + source + word, mask=word < SIZE)
-        if TO_HOST:
-            tl.store(first + copy + word, data, mask=word < SIZE)
-        if FROM_HOST:
-            tl.store(first + block + word, data, mask=word < SIZE)
-        at = (word + offset).to(tl.uint32)
-        bits = data.to(tl.int64) & MASK
-        low = bits.to(tl.uint32) + at * LOW
-        high = (bits >> 32).to(tl.uint32) + (at + 1) * HIGH
-        terms = low.to(tl.uint64) * high.to(tl.uint64)
-        found = tl.sum(tl.where(word < SIZE, terms.to(tl.int64, bitcast=True), 0))
-        tl.atomic_add(sums + move, found, sem="relaxed")
-        item += tl.num_programs(0)
+    copy = tl.multiple_of(host + tl.load(pair + 1) * HOST_STRIDE + offset, ALIGN)
+    source = copy if FROM_HOST else block
+    data = tl.load(first + source + word, mask=word < SIZE)
+    if TO_HOST:
+        tl.store(first + copy + word, data, mask=word < SIZE)
+    if FROM_HOST:
+        tl.store(first + block + word, data, mask=word < SIZE)
+    at = (word + offset).to(tl.uint32)
+    bits = data.to(tl.int64) & MASK
+    low = bits.to(tl.uint32) + at * LOW
+    high = (bits >> 32).to(tl.uint32) + (at + 1) * HIGH
+    terms = low.to(tl.uint64) * high.to(tl.uint64)
+    found = tl.sum(tl.where(word < SIZE, terms.to(tl.int64, bitcast=True), 0))
+    tl.atomic_add(sums + move, found, sem="relaxed")
+
+
+class _Sums(NamedTuple):
+    """The launch for caches whose blocks have one size and spacing."""
+
+    variant: Variant
+    first: Tensor
+    places: Tensor
+    programs: int
+    """For each move."""
+
+
+class _Plan(NamedTuple):
+    """A call for the caches and the host memory of an earlier one, which was checked."""
+
+    sides: link.Sides
+    sums: tuple[_Sums, ...]
 
 
 def move_blocks(
@@ -108,23 +118,35 @@ def move_blocks(
             written.
         RuntimeError: host memory is not page-locked.
     """
-    check_move_blocks(backend, caches, host, moves, sums, to_host=to_host)
+    tensors = (host, *caches)
+    key = ("move_blocks", to_host, *map(sign, tensors), *[each.data_ptr() for each in tensors])
+    plan = cast("_Plan | None", place.plan(key))
+    if plan is None:
+        check_move_blocks(backend, caches, host)
+        plan = _planned(place, caches, host, to_host=to_host)
+        place.keep(key, plan)
+    check_moves(backend, caches, host, moves, sums, to_host=to_host)
     sums.zero_()
-    num_moves = moves.shape[0]
-    if num_moves == 0:
+    if not len(moves):
         return
-    copies = place.interpreting
-    if not copies:
+    if not place.interpreting:
         stream = place.stream(caches[0].device.index)
-        link.move(stream, caches, host, moves.numpy(), to_host=to_host)
+        link.move(stream, plan.sides, moves.numpy(), to_host=to_host)
         moves = moves.pin_memory().to(caches[0].device, non_blocking=True)
+    for each in plan.sums:
+        grid = (len(moves) * each.programs, 1, 1)
+        each.variant.launch(grid, (each.first, moves, each.places, sums), (moves.stride(0),))
+
+
+def _planned(place: Place, caches: Sequence[Tensor], host: Tensor, *, to_host: bool) -> _Plan:
     sizes = [cache[0].nbytes for cache in caches]
-    word = math.gcd(8, *sizes)
-    offsets = accumulate(sizes[:-1], initial=0)
+    word, kernel_copies = math.gcd(8, *sizes), place.interpreting
+    offsets = [*accumulate(sizes[:-1], initial=0)]
     layouts: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
     for cache, size, offset in zip(caches, sizes, offsets, strict=True):
         layout = (cache.stride(0) * cache.element_size(), size)
         layouts.setdefault(layout, []).append((cache, offset))
+    launches: list[_Sums] = []
     for (stride, size), alike in layouts.items():
         first, kind = alike[0][0], _WORDS[word]
         begin = first.data_ptr()
@@ -135,18 +157,12 @@ def move_blocks(
         pieces = ceil_div(size // word, width)
         constants = (
             stride // word, size // word, host.stride(0) // word, max(1, align // word),
-            len(alike), pieces, width, copies and to_host, copies and not to_host, _MASKS[word],
-            SUM_LOW, SUM_HIGH,
+            len(alike), pieces, width, kernel_copies and to_host, kernel_copies and not to_host,
+            _MASKS[word], SUM_LOW, SUM_HIGH,
         )  # fmt: skip
         variant = _move.variant(place, first.device, (kind,), constants, num_warps=WARPS)
-        words = tuple((distance // word, offset // word) for distance, offset in places)
-        tensors = (first[0].flatten().view(kind), moves, _on_device(first.device, words), sums)
-        total = num_moves * len(alike) * pieces
-        grid = (min(PROGRAMS, total), 1, 1)
-        variant.launch(grid, tensors, (moves.stride(0), total))
-
-
-@functools.cache
-def _on_device(device: torch.device, places: tuple[tuple[int, int], ...]) -> Tensor:
-    """The list as a tensor there; kept for good."""
-    return torch.tensor(places, dtype=torch.int64, device=device)
+        words = [(distance // word, offset // word) for distance, offset in places]
+        there = torch.tensor(words, dtype=torch.int64, device=first.device)
+        whole = first[0].flatten().view(kind)
+        launches.append(_Sums(variant, whole, there, len(alike) * pieces))
+    return _Plan(link.Sides.of(caches, host), tuple(launches))

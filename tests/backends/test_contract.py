@@ -301,8 +301,8 @@ def test_move_blocks_refuses_bad_moves_and_writes_nothing(numba, moves, to_host,
 
 def test_move_blocks_refuses_host_memory_of_another_size(numba):
     host, sums = torch.ones(3, 41, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    caches = [torch.zeros(5, 8), torch.zeros(5, 2)]
     with pytest.raises(InvalidArgumentError, match=r"host.*\[any, 40\]"):
-        caches = [torch.zeros(5, 8), torch.zeros(5, 2)]
         numba.move_blocks(caches, host, torch.tensor([[0, 1]]), sums, to_host=True)
 
 
