@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import backends
 import kvcore
-from model.caches.memory import MemoryPlan, plan_memory
 from model.caches.host_memory import HostPool
+from model.caches.memory import MemoryPlan, plan_memory
 from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.config import EngineConfig, SchedulerConfig
 from model.control.drafts import Drafter, NgramDrafts

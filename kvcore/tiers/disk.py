@@ -38,6 +38,7 @@ from typing import Final, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.tiers.folder import Folder, Segments
+from kvcore.tiers.host_blocks import HostBlocks, HostCopy
 from kvcore.tiers.record import (
     DEAD,
     DEAD_OFFSET,
@@ -251,11 +252,33 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
                         self.stats.faults["short"] += 1
                         self._bury(key)
         runs = _runs(found)
+        wait = self._begin_runs(runs)
+        return lambda: self._end_read(len(keys), runs, wait())
+
+    def _begin_runs(self, runs: Sequence[Sequence[_Wanted]]) -> Callable[[], list[_Results]]:
+        """Begin to read runs; what is returned waits for them."""
         if self._threads is None or len(runs) == 1:
             results = [self._read(run) for run in runs]
-            return lambda: self._end_read(len(keys), runs, results)
+            return lambda: results
         waiting = [self._threads.submit(self._read, run) for run in runs]
-        return lambda: self._end_read(len(keys), runs, [one.result() for one in waiting])
+        return lambda: [one.result() for one in waiting]
+
+    def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
+        """See `Tier.probe`: the oldest copies are read, and are not counted."""
+        left = [view for copy in copies for view in blocks.views(copy)]
+        found: list[_Wanted] = []
+        with self._lock:
+            for header, offset in self._entries.values():
+                count = header.length // blocks.block_bytes
+                if count > len(left):
+                    break
+                found.append(_Wanted(0, header, offset, [left.pop() for _ in range(count)]))
+        runs = _runs(found)
+        size = 0
+        for run, faults in zip(runs, self._begin_runs(runs)(), strict=True):
+            for wanted, fault in zip(run, faults, strict=True):
+                size += wanted.header.length if fault is None else 0
+        return size
 
     def _end_read(
         self, count: int, runs: Sequence[Sequence[_Wanted]], results: Sequence[_Results]

@@ -28,8 +28,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final, final
 
+from kvcore.tiers.host_blocks import HostBlocks, HostCopy
 from kvcore.tiers.link import (
     AGREED,
     ANSWER,
@@ -72,6 +74,7 @@ _SLOWEST_BYTES_PER_S: Final = 20e6
 _RETRIES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _MAX_KEYS: Final = 1 << 20  # that are known of one peer: 130 MB
 _MAX_FAILURES: Final = 3
+_PROBED: Final = 8  # copies
 _MAX_PAUSE_S: Final = 300.0
 _MAX_RESETS: Final = 8  # in the time below: each ends all loads that run here
 _RESETS_S: Final = 60.0
@@ -158,6 +161,13 @@ class PeerTier:
 
     def touch(self, key: Key) -> None:
         """See `Tier.touch`; the peer notes its own uses."""
+
+    def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
+        """See `Tier.probe`: some copies of a block."""
+        with self._lock:
+            keys = [*islice(self._known, min(_PROBED, len(copies)))]
+        found = [self.get(key, blocks.block_bytes) for key in keys]
+        return sum([len(payload) for payload in found if payload is not None])
 
     def begin_read(
         self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]

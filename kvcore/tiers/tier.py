@@ -18,6 +18,7 @@ from typing import Final, Generic, Protocol, SupportsIndex, TypeVar, final
 
 from kvcore.arguments import as_int
 from kvcore.errors import KVCoreError
+from kvcore.tiers.host_blocks import HostBlocks, HostCopy
 from kvcore.tiers.record import Fault, Key, Meaning
 
 _Entry = TypeVar("_Entry")  # what a tier knows of a copy: where it is, and its checksum
@@ -100,6 +101,10 @@ class Tier(Protocol):
 
     def get(self, key: Key, length: int) -> memoryview | None:
         """Return the payload, checked, if it has `length` bytes; None: a miss. O(length)."""
+        ...
+
+    def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
+        """Move copies as a load does, to be measured, at most into these blocks; their bytes."""
         ...
 
     def begin_read(

@@ -402,6 +402,20 @@ class TierManager:
         self.num_failed_loads += 1
         return False
 
+    def probe(self, tier: Tier) -> int:
+        """Have a tier return some copies, to measure how long that takes. On any thread.
+
+        Returns:
+            The bytes; 0: it has no copies, or memory for them is in use. O(these).
+        """
+        count = min(max(1, self._batch // 4), self.kv.num_usable_blocks)
+        copies = self._blocks.take([1] * count)
+        try:
+            return tier.probe(self._blocks, copies) if copies else 0
+        finally:
+            for copy in copies:
+                self._blocks.release(copy)
+
     def _use(self, seq: KVSequence) -> None:
         """Note in the tiers what a sequence has found in the pool. O(its blocks)."""
         is_private = has_salt(seq.namespace_key or b"")

@@ -29,7 +29,6 @@ from model.caches.memory import show_bytes
 _PAGE_BYTES: Final = 4096
 _THREADS: Final = 8
 _STEP_BYTES: Final = 4 << 30  # between reports
-_PROBE_BYTES: Final = 64 << 20
 _cuda: Any = torch.cuda  # its runtime has no types
 _log = logging.getLogger(__name__)
 
@@ -163,19 +162,3 @@ class HostPool:
             self._is_free = True
             if self._host.numel() and self._host.is_pinned():
                 _cuda.cudart().cudaHostUnregister(self._host.data_ptr())
-
-    def seconds_a_byte(self) -> float:
-        """Measure moves from host memory. Blocks get the bytes that they have already.
-
-        Call it after `allocate`, before anything else has moved.
-        """
-        most = max(1, _PROBE_BYTES // self._block_bytes)
-        count = min(most, len(self._host), self._storages[0].shape[0] - 1)
-        block_ids, host_ids = range(1, count + 1), range(count)
-        self.store(block_ids, host_ids)
-        took_s = []
-        for _ in range(2):  # the first one may compile
-            began_s = time.perf_counter()
-            self.load(host_ids, block_ids)
-            took_s.append(time.perf_counter() - began_s)
-        return took_s[-1] / (count * self._block_bytes)

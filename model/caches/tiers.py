@@ -1,8 +1,8 @@
 """Host memory, disk and peers behind the KV caches of one network: where the bytes of a block are.
 
 Decides: what the bytes of a copy mean, so that copies of other weights, another layout, dtype,
-quantisation or part of a network are never loaded; which tiers there are. `host_memory.py` moves the
-bytes.
+quantisation or part of a network are never loaded; which tiers there are. `host_memory.py` moves
+the bytes.
 
 Invariants: a load has returned only when its bytes are in its blocks; a store never keeps bytes
 that were read after its blocks were released (`kvcore.tiers` sees to that).
@@ -46,7 +46,7 @@ from model.caches.kv_caches import Scales
 from model.caches.layout import CacheLayout
 from model.caches.memory import host_free_bytes, show_bytes
 from model.control.config import EngineConfig
-from model.control.tier_transfers import TierDevice, TierRanks, TierTransfers, TransferCosts
+from model.control.tier_transfers import TierRanks, TierTransfers, TransferCosts
 from model.errors import InvalidArgumentError
 
 _MAX_JOB_BYTES: Final = 256 << 20
@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 
 Began = Callable[[kvcore.Lease], None]
 """Is told that the blocks of a load will be written."""
+
 
 def open_tiers(
     config: EngineConfig,
@@ -112,8 +113,12 @@ def open_tiers(
         if found is not None:
             server = _serve(config, found, secret)
             costs = TransferCosts(block_bytes)
-            costs.load_s["host"] = device.pool.seconds_a_byte()
-            return TierTransfers(found, device, costs, None, server, ranks)
+            transfers = TierTransfers(found, device, costs, None, server, ranks)
+            for tier in found.keeping:
+                if tier.in_blocks:
+                    found.probe(tier)  # the first one may compile
+                transfers.measure(tier)
+            return transfers
     raise InvalidArgumentError("disk: no folder is left")
 
 

@@ -533,27 +533,3 @@ def test_a_peer_that_does_not_answer_is_given_up_at_the_deadline(peers, monkeypa
     assert run(second, prompts[-1:]) == wanted[-1:]
     assert (second.tiers.stats.num_late_loads, second.tiers.stats.num_loads) == (1, 0)
     answers.set()
-
-
-class Found:
-    """What `TierManager.find` says of 100 tokens in 10 copies on a disk."""
-
-    num_device_tokens, num_tokens, num_copies = 0, 100, {"disk": 10}
-
-
-def test_a_load_is_chosen_where_it_was_measured_to_be_quicker(monkeypatch):
-    monkeypatch.undo()
-    costs = TransferCosts(1000)
-    assert costs.is_worth(Found, 0.0)  # nothing is known
-    costs.note_step(100, 1.0)
-    assert costs.is_worth(Found, 0.0)
-    costs.note_load({"disk": 10}, 0.5)
-    assert costs.is_worth(Found, 0.4)
-    assert not costs.is_worth(Found, 0.7)
-    costs.note_load({"disk": 10}, 40.0)
-    assert not costs.is_worth(Found, 0.0)
-    refusals = 0
-    while not costs.is_worth(Found, 0.0):
-        refusals += 1
-    assert 0 < refusals < 100  # a slow moment is forgotten
-    assert costs.deadline_s(1000, 10) == pytest.approx(10.0)

@@ -25,8 +25,8 @@ class Costs(TransferCosts):
         del found, waiting_s
         return True
 
-    def deadline_s(self, num_tokens, num_copies):
-        del num_tokens, num_copies
+    def deadline_s(self, num_tokens, copies):
+        del num_tokens, copies
         return PATIENCE_S
 
 
