@@ -128,7 +128,7 @@ class HostTier(IndexedTier[HostCopy]):
     def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
         """See `Tier.probe`: some blocks move here, which takes as long as the way back."""
         ids = [host_id for copy in copies for host_id in copy.ids]
-        blocks.mover.store(range(1, len(ids) + 1), ids)
+        blocks.mover.store(range(1, len(ids) + 1), ids)()
         return len(ids) * blocks.block_bytes
 
     def begin_read(

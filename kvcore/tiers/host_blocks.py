@@ -12,12 +12,15 @@ Does not know: keys, tiers, tensors. Safe for several threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, final, runtime_checkable
 
 import xxhash
+
+Wait = Callable[[], Sequence[int]]
+"""Waits for a move, and returns the sum of each block."""
 
 
 class BlockMover(Protocol):
@@ -40,9 +43,10 @@ class BlockMover(Protocol):
 class HostMover(Protocol):
     """Moves many blocks at once between the KV cache and host memory, which it allocates.
 
-    As of `BlockMover`, a move has ended when its call returns. Sums tell whether the bytes of a
-    block have changed since they came: of this process alone, so they may be quick rather than
-    strong.
+    A move has ended when the function that its call has returned has returned, which may be called
+    again, and on any thread; then as of `BlockMover`. Moves of one direction are carried out in
+    order. Sums tell whether the bytes of a block have changed since they came: of this process
+    alone, so they may be quick rather than strong.
     """
 
     def allocate(self, num_blocks: int) -> memoryview:
@@ -53,12 +57,12 @@ class HostMover(Protocol):
         """
         ...
 
-    def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Sequence[int]:
-        """Copy blocks to blocks of host memory; return the sum of each."""
+    def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Wait:
+        """Begin to copy blocks to blocks of host memory, and to sum each."""
         ...
 
-    def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Sequence[int]:
-        """Copy blocks of host memory to blocks; return the sum of each, as it has arrived."""
+    def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Wait:
+        """Begin to copy blocks of host memory to blocks, and to sum each as it has arrived."""
         ...
 
     def sums(self, host_ids: Sequence[int]) -> Sequence[int]:
@@ -66,7 +70,7 @@ class HostMover(Protocol):
         ...
 
     def free(self) -> None:
-        """Free the host memory, after the move that is under way. Later moves raise."""
+        """Free the host memory, after the moves that are under way. Later moves raise."""
         ...
 
 
@@ -89,19 +93,21 @@ class OneByOne:
         self._memory = memoryview(bytearray(num_blocks * self._size))
         return self._memory
 
-    def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Sequence[int]:
+    def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Wait:
         """See `HostMover.store`. O(bytes)."""
         if self._mover is not None:
             for block_id, host_id in zip(block_ids, host_ids, strict=True):
                 self._at(host_id)[:] = self._mover.read_block(block_id)
-        return self.sums(host_ids)
+        found = self.sums(host_ids)
+        return lambda: found
 
-    def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Sequence[int]:
+    def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Wait:
         """See `HostMover.load`. O(bytes)."""
         if self._mover is not None:
             for block_id, host_id in zip(block_ids, host_ids, strict=True):
                 self._mover.write_block(block_id, self._at(host_id))
-        return self.sums(host_ids)
+        found = self.sums(host_ids)
+        return lambda: found
 
     def sums(self, host_ids: Sequence[int]) -> Sequence[int]:
         """See `HostMover.sums`. O(bytes)."""

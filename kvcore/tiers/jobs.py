@@ -20,7 +20,7 @@ from typing import cast, final
 
 from kvcore.lease import Lease
 from kvcore.tiers.host import HostTier
-from kvcore.tiers.host_blocks import HostBlocks, HostCopy
+from kvcore.tiers.host_blocks import HostBlocks, HostCopy, Wait
 from kvcore.tiers.record import Key
 from kvcore.tiers.tier import Tier
 
@@ -48,11 +48,13 @@ class _Batch:
         parts: the contents.
         found: for each the place of the tier that has it, and the copy, held; None: not yet.
         reads: what is still to be read.
+        move: waits for its move; None: it has not begun.
     """
 
     parts: Sequence[Part]
     found: list[tuple[int, HostCopy] | None]
     reads: Generator[None]
+    move: Wait | None = None
 
 
 class _Job:
@@ -81,7 +83,8 @@ class _Job:
         self._blocks = blocks
         self._most = most_blocks  # that move at once
         self._is_cancelled = False
-        self._lock = threading.Lock()  # held while blocks are touched
+        self._lock = threading.Lock()  # held while a move begins
+        self._moves: list[Wait] = []  # those that have begun
 
     def _may_go_on(self) -> bool:
         """Return whether its blocks may be touched. O(1)."""
@@ -93,9 +96,12 @@ class _Job:
         return any(tier.epoch != epoch for tier, epoch in self._tiers)
 
     def cancel(self) -> None:
-        """Touch no block from now on. Waits at most until one batch is copied."""
+        """Touch no block from now on. Waits at most until two batches are copied."""
         with self._lock:
             self._is_cancelled = True
+            moves = [*self._moves]
+        for wait in moves:
+            wait()
 
     def _batches(self) -> Iterator[list[Part]]:
         """Yield the contents that move at once."""
@@ -110,20 +116,29 @@ class _Job:
         if batch:
             yield batch
 
-    def _move(self, parts: Sequence[Part], copies: Sequence[HostCopy], *, is_load: bool) -> bool:
-        """Move a batch, and note the sums of copies that have none.
-
-        Returns:
-            Whether it was moved, and all sums that were known are as before.
-        """
+    def _begin_move(
+        self, parts: Sequence[Part], copies: Sequence[HostCopy], *, is_load: bool
+    ) -> Wait | None:
+        """Begin to move a batch; None: the job was cancelled."""
         block_ids = [block_id for part in parts for block_id in part.block_ids]
         host_ids = [host_id for copy in copies for host_id in copy.ids]
         mover = self._blocks.mover
         with self._lock:
             if not self._may_go_on():
-                return False
-            found = mover.load(host_ids, block_ids) if is_load else mover.store(block_ids, host_ids)
-        is_right, begin = True, 0
+                return None
+            wait = mover.load(host_ids, block_ids) if is_load else mover.store(block_ids, host_ids)
+            self._moves.append(wait)
+        return wait
+
+    def _end_move(self, wait: Wait, parts: Sequence[Part], copies: Sequence[HostCopy]) -> bool:
+        """Wait for a move; note the sums of copies that have none, and drop those that are wrong.
+
+        Returns:
+            Whether none is.
+        """
+        found, is_right, begin = wait(), True, 0
+        with self._lock:
+            self._moves.remove(wait)
         for part, copy in zip(parts, copies, strict=True):
             sums = tuple(found[begin : begin + len(copy.ids)])
             begin += len(sums)
@@ -179,17 +194,29 @@ class LoadJob(_Job):
 
     def run(self) -> None:
         """Load all contents; the first that is nowhere ends it. O(bytes)."""
-        begun: list[_Batch] = []
+        read: list[_Batch] = []
+        sent: list[_Batch] = []
         try:
-            for parts in self._batches():  # one is read while the one before it moves
-                begun.append(self._begin(parts))
-                if len(begun) > 1 and not self._load(begun.pop(0)):
+            for parts in self._batches():  # one is read, while two before it move
+                read.append(self._begin(parts))
+                if len(read) > 1 and not self._go_on(read, sent):
                     return
-            self.has_succeeded = all(self._load(begun.pop(0)) for _ in [*begun])
+            while read or sent:
+                if not self._go_on(read, sent):
+                    return
+            self.has_succeeded = True
         finally:
-            for batch in begun:
+            for batch in (*read, *sent):
                 self._end(batch)
             self.is_done = True
+
+    def _go_on(self, read: list[_Batch], sent: list[_Batch]) -> bool:
+        """Send the oldest batch that is read, and take in the one that was sent before it."""
+        if read:
+            sent.append(read.pop(0))
+            if not self._send(sent[-1]):
+                return False
+        return (bool(read) and len(sent) == 1) or self._take_in(sent)
 
     def _begin(self, parts: Sequence[Part]) -> _Batch:
         found: list[tuple[int, HostCopy] | None] = [None] * len(parts)
@@ -226,27 +253,34 @@ class LoadJob(_Job):
                     else:
                         self._blocks.release(copy)
 
-    def _load(self, batch: _Batch) -> bool:
-        """Move a batch when it is there; a copy whose bytes have changed is looked for again."""
-        while True:
-            try:
-                for _ in batch.reads:
-                    pass
-                found = [one for one in batch.found if one is not None]
-                if len(found) < len(batch.parts):
-                    return False
-                if self._move(batch.parts, [copy for _, copy in found], is_load=True):
-                    self._note(batch.parts, found)
-                    return True
-                if not self._may_go_on():
-                    return False
-            finally:
-                self._end(batch)
-            batch = self._begin(batch.parts)
+    def _send(self, batch: _Batch) -> bool:
+        """Begin to move a batch when all of it is there; whether it is."""
+        for _ in batch.reads:
+            pass
+        copies = [one[1] for one in batch.found if one is not None]
+        if len(copies) == len(batch.parts):
+            batch.move = self._begin_move(batch.parts, copies, is_load=True)
+        return batch.move is not None
+
+    def _take_in(self, sent: list[_Batch]) -> bool:
+        """Wait for the oldest move; a copy whose bytes have changed is looked for again."""
+        while (wait := sent[0].move) is not None:
+            found = [one for one in sent[0].found if one is not None]
+            sent[0].move = None
+            if self._end_move(wait, sent[0].parts, [copy for _, copy in found]):
+                self._note(sent[0].parts, found)
+                self._end(sent.pop(0))
+                return True
+            self._end(sent[0])
+            sent[0] = self._begin(sent[0].parts)
+            self._send(sent[0])
+        return False
 
     def _end(self, batch: _Batch) -> None:
-        """Hold its copies no more, after what is still read."""
+        """Hold its copies no more, after what still reads or moves them."""
         batch.reads.close()
+        if batch.move is not None:
+            batch.move()
         for one in batch.found:
             if one is not None:
                 self._blocks.release(one[1])
@@ -281,7 +315,8 @@ class StoreJob(_Job):
         sizes = [len(part.block_ids) for part in reversed(parts)]  # in the order of the tokens
         copies = self._blocks.take(sizes)[::-1]
         try:
-            if copies and self._move(parts, copies, is_load=False):
+            move = self._begin_move(parts, copies, is_load=False) if copies else None
+            if move is not None and self._end_move(move, parts, copies):
                 for part, copy in zip(parts, copies, strict=True):
                     self._put(part, copy, self._lacking(part))
         finally:

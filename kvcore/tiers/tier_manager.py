@@ -74,7 +74,7 @@ class TierManager:
             as a digest of the weights, the dtype and the rank. The geometry of the layer groups
             is added here.
         max_store_blocks: the most blocks that stores hold at once; None: an eighth of the pool.
-        batch_bytes: what jobs move at once; host memory for three batches is allocated beside that
+        batch_bytes: what jobs move at once; host memory for four batches is allocated beside that
             of tiers, for a load and a store at a time.
         is_shard: other processes make the same calls and hold other parts of the same contents, so
             all must make the same choices: what tiers have decides nothing but what `find` returns,
@@ -151,9 +151,9 @@ class TierManager:
         kv.pool.watcher = self
 
     def _host_blocks(self, mover: HostMover, largest: int) -> HostBlocks:
-        """Allocate host memory for host tiers, two batches of a load and one of a store."""
+        """Allocate host memory for host tiers, three batches of a load and one of a store."""
         hosts = [cast("HostTier", tier) for tier in self.tiers if tier.in_blocks]
-        count = 3 * self._batch + sum(
+        count = 4 * self._batch + sum(
             [tier.most_blocks(largest, self._block_bytes) for tier in hosts]
         )
         try:
@@ -408,7 +408,7 @@ class TierManager:
         Returns:
             The bytes; 0: it has no copies, or memory for them is in use. O(these).
         """
-        count = min(max(1, self._batch // 4), self.kv.num_usable_blocks)
+        count = min(self._batch, self.kv.num_usable_blocks)
         copies = self._blocks.take([1] * count)
         try:
             return tier.probe(self._blocks, copies) if copies else 0

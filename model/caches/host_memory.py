@@ -5,10 +5,13 @@ threads at a time, then the driver locks all of them in one call; how blocks mov
 caches: in one call of the backend, on streams of their own that wait for the steps sent before, so
 no step waits for them.
 
-Invariants: a move has ended when its call returns; what was freed is not touched any more.
+Invariants: a move has ended when what its call has returned is called; what was freed is not
+touched any more.
 
 Does not know: which blocks, what they hold.
 """
+
+from __future__ import annotations
 
 import logging
 import mmap
@@ -17,7 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import Lock
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 import torch
@@ -25,6 +28,9 @@ from torch import Tensor
 
 import backends
 from model.caches.memory import show_bytes
+
+if TYPE_CHECKING:  # not loaded where there are no tiers
+    from kvcore.tiers import Wait
 
 _PAGE_BYTES: Final = 4096
 _THREADS: Final = 8
@@ -64,6 +70,8 @@ def allocate_host(num_blocks: int, block_bytes: int, device: torch.device) -> Te
     found = torch.from_numpy(content)
     code = int(_cuda.cudart().cudaHostRegister(found.data_ptr(), size, 0))
     if code:
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)  # takes the error that the call has left behind
         _log.warning(
             "host memory: %s cannot be page-locked (CUDA error %d): copies to and from the GPU "
             "take several times as long, and steps wait for them (ulimit -l, or fewer bytes)",
@@ -106,7 +114,7 @@ class HostPool:
             self._torch = torch.get_device_module(self._device)
             self._streams = self._torch.Stream(), self._torch.Stream()
 
-    def mark(self) -> object:
+    def mark(self) -> Any:  # noqa: ANN401 - an event of the device
         """Return what has been sent to the device so far, for `wait_for`. O(1)."""
         if self._torch is None:
             return None
@@ -129,27 +137,34 @@ class HostPool:
         self._host = allocate_host(num_blocks, self._block_bytes, self._device)
         return self._host.numpy().reshape(-1).data
 
-    def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Sequence[int]:
-        """See `HostMover.store`. O(bytes)."""
+    def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Wait:
+        """See `HostMover.store`. O(blocks); on a CPU O(bytes)."""
         return self._move(block_ids, host_ids, to_host=True)
 
-    def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Sequence[int]:
-        """See `HostMover.load`. O(bytes)."""
+    def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Wait:
+        """See `HostMover.load`. O(blocks); on a CPU O(bytes)."""
         return self._move(block_ids, host_ids, to_host=False)
 
-    def _move(
-        self, block_ids: Sequence[int], host_ids: Sequence[int], *, to_host: bool
-    ) -> Sequence[int]:
-        stream = nullcontext() if self._torch is None else self._streams[not to_host]
-        on_stream = nullcontext() if self._torch is None else self._torch.stream(stream)
+    def _move(self, block_ids: Sequence[int], host_ids: Sequence[int], *, to_host: bool) -> Wait:
+        on_stream = self._torch and self._torch.stream(self._streams[not to_host])
         moves = torch.tensor([*zip(block_ids, host_ids, strict=True)], dtype=torch.int64)
-        with self._turns[not to_host], self._lock, on_stream:
+        found = torch.empty(len(moves), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        with self._turns[not to_host], self._lock, on_stream or nullcontext():
             if self._is_free:
                 raise RuntimeError("the host memory was freed")
-            sums = torch.empty(len(block_ids), dtype=torch.int64, device=self._device)
+            sums = torch.empty(len(moves), dtype=torch.int64, device=self._device)
             self._backend.move_blocks(self._storages, self._host, moves, sums, to_host=to_host)
-            found: list[int] = sums.tolist()  # this waits
-        return found
+            found.copy_(sums, non_blocking=True)
+            mark = self.mark()
+            if mark is not None and not isinstance(self._lock, nullcontext):
+                mark.synchronize()
+
+        def wait() -> list[int]:
+            if mark is not None:
+                mark.synchronize()
+            return found.tolist()
+
+        return wait
 
     def sums(self, host_ids: Sequence[int]) -> Sequence[int]:
         """See `HostMover.sums`. O(bytes)."""
@@ -160,5 +175,7 @@ class HostPool:
         """See `HostMover.free`."""
         with self._turns[0], self._turns[1]:
             self._is_free = True
+            for stream in filter(None, self._streams):
+                stream.synchronize()
             if self._host.numel() and self._host.is_pinned():
                 _cuda.cudart().cudaHostUnregister(self._host.data_ptr())

@@ -62,13 +62,14 @@ plant("loads_count_when_they_are_sent", "P38", "faulty_reads", tier_manager.Tier
       "finish_load", "job.is_whole and", "not job.is_stale and")  # fmt: skip
 # vllm#50754: a load of which a part is missing counts as whole.
 plant("loads_may_lack_a_part", "P38", "faulty_reads", jobs.LoadJob, "run",
-      "if len(begun) > 1 and not self._load(begun.pop(0)):",
-      "if len(begun) > 1 and self._load(begun.pop(0)) is None:")  # fmt: skip
+      "if len(read) > 1 and not self._go_on(read, sent):",
+      "if len(read) > 1 and not self._go_on(read, sent) and not ("
+      "[self._end(each) for each in sent], sent.clear()):")  # fmt: skip
 plant("pieces_of_a_state_are_all_the_first", "P38", "restarts", host_blocks.HostBlocks, "views",
       "for host_id in copy.ids", "for host_id in copy.ids[:1] * len(copy.ids)")  # fmt: skip
 # Memory that is overwritten by mistake is served.
-plant("sums_of_host_memory_are_not_compared", "P38", "memory_is_overwritten", jobs._Job, "_move",
-      "elif copy.sums != sums:", "elif False:")  # fmt: skip
+plant("sums_of_host_memory_are_not_compared", "P38", "memory_is_overwritten", jobs._Job,
+      "_end_move", "elif copy.sums != sums:", "elif False:")  # fmt: skip
 plant("blocks_of_evicted_copies_are_lost", "P24 P39", "restarts", host_blocks.HostBlocks, "_end",
       "self._free += copy.ids", "pass")  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from threading import Event, Thread
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore import tiers
 from kvcore.tiers import record
+from tests.hang import HANG_S
 from tests.kvcore.tiers.kills import MEANING, NUM_BYTES, key, kill_once, open_tier, payload_of
 
 
@@ -183,6 +185,62 @@ def test_a_killed_process_leaves_whole_records_or_misses(tmp_path):
         some, whole, first = kill_once(tmp_path, first, dice)
         acknowledged, found = acknowledged + some, found + whole
     assert found >= 0.99 * acknowledged > 0
+
+
+class LateMover:
+    """Moves to the device end when they are let go."""
+
+    def __init__(self):
+        self.inner = tiers.OneByOne(Blocks(), 64)
+        self.has_begun, self.may_end, self.told = Event(), Event(), []
+
+    def allocate(self, num_blocks):
+        return self.inner.allocate(num_blocks)
+
+    def store(self, block_ids, host_ids):
+        return self.inner.store(block_ids, host_ids)
+
+    def sums(self, host_ids):
+        return self.inner.sums(host_ids)
+
+    def free(self):
+        self.inner.free()
+
+    def load(self, host_ids, block_ids):
+        found = self.inner.load(host_ids, block_ids)
+        self.has_begun.set()
+
+        def wait():
+            assert self.may_end.wait(HANG_S)
+            self.told.append("moved")
+            return found()
+
+        return wait
+
+
+def test_a_load_that_is_given_up_has_ended_its_moves():
+    kv, mover = kvcore.KVCacheManager(12, 4), LateMover()
+    how = {"block_bytes": 64, "meaning": {}, "max_store_blocks": 11, "batch_bytes": 128}
+    made = tiers.TierManager(kv, [tiers.HostTier(1 << 16)], mover, **how)
+    for first in (0, 100):  # the second evicts the first
+        compute(kv, first)
+        job = made.begin_store()
+        job.run()
+        made.finish_store(job)
+    job = made.begin_load(kv.open(range(40)))
+    runs = Thread(target=job.run)
+    runs.start()
+    assert mover.has_begun.wait(HANG_S)
+    gives_up = Thread(target=lambda: (job.cancel(), mover.told.append("given up")))
+    gives_up.start()
+    while not job._is_cancelled:
+        gives_up.join(0.001)
+    mover.may_end.set()
+    gives_up.join(HANG_S)
+    runs.join(HANG_S)
+    assert mover.told[0] == "moved"
+    assert not made.finish_load(job)
+    kvcore.check(kv)
 
 
 class Blocks:
