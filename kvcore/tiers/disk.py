@@ -32,7 +32,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, SupportsIndex, final
 
@@ -52,9 +51,9 @@ from kvcore.tiers.record import (
     checksum_of,
     decode_header,
     encode_segment,
-    fault_of,
     segment_version,
 )
+from kvcore.tiers.record_reader import RecordReader, Results, Wanted, runs_of
 from kvcore.tiers.tier import IndexedTier, TierError
 
 _NUM_SEGMENTS: Final = 64
@@ -65,43 +64,7 @@ _FIRST_PAUSE_S: Final = 1.0
 _LAST_PAUSE_S: Final = 60.0
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READERS: Final = min(8, os.cpu_count() or 1)  # threads
-_RUN_BYTES: Final = 8 << 20  # of records that one call reads, and one at least
-_MAX_BUFFERS: Final = 512  # of a call, of which systems take 1,024
 _log = logging.getLogger(__name__)
-
-_Results = Sequence[Fault | OSError | None]
-"""For each record why it cannot be served; None: it can."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A record that is to be read: its place among those asked for, and where it is to be."""
-
-    place: int
-    header: Header
-    offset: int
-    target: Sequence[memoryview]
-
-    @property
-    def end(self) -> int:
-        """The offset of the record behind it."""
-        return self.offset + RECORD_BYTES + self.header.length
-
-
-def _runs(found: Sequence[_Wanted]) -> list[list[_Wanted]]:
-    """Return records that follow each other on the disk, in runs of a bounded size."""
-    runs: list[list[_Wanted]] = []
-    for wanted in sorted(found, key=lambda one: (one.header.segment, one.offset)):
-        last = runs[-1][-1] if runs else None
-        if (
-            last is None
-            or (last.header.segment, last.end) != (wanted.header.segment, wanted.offset)
-            or wanted.end - runs[-1][0].offset > _RUN_BYTES
-            or len(runs[-1]) * (1 + len(wanted.target)) >= _MAX_BUFFERS
-        ):
-            runs.append([])
-        runs[-1].append(wanted)
-    return runs
 
 
 @dataclass(slots=True)
@@ -198,7 +161,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         self._whole = capacity, self._segment_bytes  # sizes while the device has space
         self._least_bytes = RECORD_BYTES  # of the largest record
         self._meaning = Meaning(b"")
-        self._threads = None if segments else ThreadPoolExecutor(_READERS, "kv disk reads")
+        self._reads = RecordReader(self._files, 0 if segments else _READERS)
 
     def start(self, meaning: Meaning, largest: int) -> None:
         """Find the records of the files. O(records): it reads their headers."""
@@ -241,47 +204,39 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
 
         Several threads read and check them, without the lock.
         """
-        found: list[_Wanted] = []
+        found: list[Wanted] = []
         with self._lock:
             for place, (key, target) in enumerate(zip(keys, targets, strict=True)):
                 if (entry := self._entries.get(key)) is not None:
                     header, offset = entry
                     if header.length == sum(map(len, target)):
-                        found.append(_Wanted(place, header, offset, target))
+                        found.append(Wanted(place, header, offset, target))
                     else:
                         self.stats.faults["short"] += 1
                         self._bury(key)
-        runs = _runs(found)
-        wait = self._begin_runs(runs)
+        runs = runs_of(found)
+        wait = self._reads.begin(runs)
         return lambda: self._end_read(len(keys), runs, wait())
-
-    def _begin_runs(self, runs: Sequence[Sequence[_Wanted]]) -> Callable[[], list[_Results]]:
-        """Begin to read runs; what is returned waits for them."""
-        if self._threads is None or len(runs) == 1:
-            results = [self._read(run) for run in runs]
-            return lambda: results
-        waiting = [self._threads.submit(self._read, run) for run in runs]
-        return lambda: [one.result() for one in waiting]
 
     def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
         """See `Tier.probe`: the oldest copies are read, and are not counted."""
         left = [view for copy in copies for view in blocks.views(copy)]
-        found: list[_Wanted] = []
+        found: list[Wanted] = []
         with self._lock:
             for header, offset in self._entries.values():
                 count = header.length // blocks.block_bytes
                 if count > len(left):
                     break
-                found.append(_Wanted(0, header, offset, [left.pop() for _ in range(count)]))
-        runs = _runs(found)
+                found.append(Wanted(0, header, offset, [left.pop() for _ in range(count)]))
+        runs = runs_of(found)
         size = 0
-        for run, faults in zip(runs, self._begin_runs(runs)(), strict=True):
+        for run, faults in zip(runs, self._reads.begin(runs)(), strict=True):
             for wanted, fault in zip(run, faults, strict=True):
                 size += wanted.header.length if fault is None else 0
         return size
 
     def _end_read(
-        self, count: int, runs: Sequence[Sequence[_Wanted]], results: Sequence[_Results]
+        self, count: int, runs: Sequence[Sequence[Wanted]], results: Sequence[Results]
     ) -> list[bool]:
         """Count what was read, and bury records that are not what their headers say."""
         is_there = [False] * count
@@ -366,8 +321,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             self._pauses = _Pauses(lambda: -math.inf)  # no try comes any more
             self._forget_all()
             self._files.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reads.close()
 
     # The index
 
@@ -527,31 +481,10 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
 
     # The files
 
-    def _read(self, run: Sequence[_Wanted]) -> _Results:
-        """Read records that follow each other; for each why it is not what its header says."""
-        buffers: list[bytearray | memoryview] = []
-        for wanted in run:
-            buffers += [bytearray(RECORD_BYTES), *wanted.target]
-        first = run[0]
-        try:
-            left = self._files.read(first.header.segment, first.offset, buffers)
-        except OSError as error:
-            return [error] * len(run)
-        faults: list[Fault | OSError | None] = []
-        for wanted in run:
-            size = 1 + len(wanted.target)
-            head, *payload = [memoryview(buffer) for buffer in buffers[:size]]
-            del buffers[:size]
-            if left < RECORD_BYTES + wanted.header.length:
-                head, payload = head[: max(left, 0)], []
-            faults.append(fault_of(head, payload, wanted.header))
-            left -= RECORD_BYTES + wanted.header.length
-        return faults
-
     def _read_one(self, header: Header, offset: int) -> memoryview | None:
         """Return a payload, if the record is what its header says; otherwise count the fault."""
         payload = memoryview(bytearray(header.length))
-        [fault] = self._read([_Wanted(0, header, offset, [payload])])
+        [fault] = self._reads.read([Wanted(0, header, offset, [payload])])
         if fault is None:
             self._num_failed_reads = 0
             return payload

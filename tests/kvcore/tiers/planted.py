@@ -4,7 +4,17 @@ The threads beside them are those in which the bug was reported. Each is an edit
 and the property that must be seen broken.
 """
 
-from kvcore.tiers import disk, host, host_blocks, jobs, peer, peer_server, record, tier_manager
+from kvcore.tiers import (
+    disk,
+    host,
+    host_blocks,
+    jobs,
+    peer,
+    peer_server,
+    record,
+    record_reader,
+    tier_manager,
+)
 
 PLANTED = {}  # by name: the properties, the story in which it shows, and the edit
 
@@ -16,8 +26,9 @@ def plant(name, prop, *edit):
 # A record is what it says or a miss.
 
 # LMCache/LMCache#4492, #4463: after a restart 38 of 38 answers are corrupt.
-plant("index_takes_the_first_of_two_records", "P37", "faulty_reads", disk.DiskTier, "_read",
-      "faults.append(fault_of(head, payload, wanted.header))", "faults.append(None)")  # fmt: skip
+plant("index_takes_the_first_of_two_records", "P37", "faulty_reads", record_reader.RecordReader,
+      "read", "faults.append(fault_of(head, payload, wanted.header))",
+      "faults.append(None)")  # fmt: skip
 # vllm#54363, #57912: a flipped bit is served, because there is no checksum.
 plant("payload_has_no_checksum", "P37", "faulty_reads", record, "fault_of",
       'return None if checksum_of(*payload) == wanted.checksum else "corrupted"',
