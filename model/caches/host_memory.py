@@ -48,17 +48,22 @@ def allocate_host(num_blocks: int, block_bytes: int, device: torch.device) -> Te
         MemoryError: the system has too little address space.
     """
     size = max(1, num_blocks * block_bytes)
-    if device.type != "cuda":
-        return torch.from_numpy(np.zeros(size, np.uint8))[: num_blocks * block_bytes].view(
-            num_blocks, block_bytes
-        )
     try:
-        pages = mmap.mmap(-1, size)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
         raise MemoryError(f"{show_bytes(size)} of host memory cannot be allocated") from error
     with suppress(OSError, AttributeError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults
     content = np.frombuffer(pages, np.uint8)
+    found = torch.from_numpy(content)
+    if device.type == "cuda":
+        _lock_pages(found, device)
+    return found[: num_blocks * block_bytes].view(num_blocks, block_bytes)
+
+
+def _lock_pages(memory: Tensor, device: torch.device) -> None:
+    """Have the system allocate all pages of memory, and the driver lock them, or warn."""
+    content, size = memory.numpy(), memory.numel()
     began_s = time.monotonic()
     with ThreadPoolExecutor(_THREADS) as threads:
         for begin in range(0, size, _STEP_BYTES):
@@ -67,8 +72,7 @@ def allocate_host(num_blocks: int, block_bytes: int, device: torch.device) -> Te
             if begin:
                 done = show_bytes(begin)
                 _log.info("host memory: %s of %s are allocated", done, show_bytes(size))
-    found = torch.from_numpy(content)
-    code = int(_cuda.cudart().cudaHostRegister(found.data_ptr(), size, 0))
+    code = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
     if code:
         with suppress(RuntimeError):
             torch.zeros(1, device=device)  # takes the error that the call has left behind
@@ -81,7 +85,6 @@ def allocate_host(num_blocks: int, block_bytes: int, device: torch.device) -> Te
     else:
         took_s = time.monotonic() - began_s
         _log.info("host memory: %s are page-locked, in %.1f s", show_bytes(size), took_s)
-    return found[: num_blocks * block_bytes].view(num_blocks, block_bytes)
 
 
 @final
