@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PagedBatch,
         SharedPrefix,
     )
+    from backends.oracle import block_sum
     from backends.registry import BackendStatus, backend_names, get_backend, list_backends
     from backends.sparse import SparseBackend, by_slot, choose
     from backends.states import (
@@ -65,6 +66,7 @@ __all__ = [
     "UnknownBackendError",
     "UnsupportedError",
     "backend_names",
+    "block_sum",
     "by_slot",
     "choose",
     "get_backend",
@@ -74,7 +76,7 @@ __all__ = [
     "take_expected",
 ]
 
-_HOMES = ("contract", "registry", "sparse", "states")
+_HOMES = ("contract", "oracle", "registry", "sparse", "states")
 
 
 def __getattr__(name: str) -> object:

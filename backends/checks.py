@@ -5,14 +5,18 @@ Values (a slot past the cache, a table entry that is no block) are checked by ba
 that is cheap; otherwise they are the caller's duty.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch, require_tensor
 from backends.errors import InvalidArgumentError, UnsupportedError
 from backends.states import LinearAttentionTerms, LinearRows, ShortConvTerms, StateBatch
+
+_CPU = torch.device("cpu")
 
 
 def check_cache(backend: Backend, cache: KVCache) -> None:
@@ -117,13 +121,58 @@ def check_copy_blocks(backend: Backend, caches: Sequence[Tensor], copies: Tensor
     require_tensor("copies", copies, dtype=torch.int64, shape=(None, 2))
     if copies.device.type != backend.device.type:
         raise InvalidArgumentError("copies", f"device {backend.device}", f"{copies.device}")
+    _check_blocks(caches, copies.device)
+
+
+def _check_blocks(caches: Sequence[Tensor], device: torch.device) -> None:
     for index, cache in enumerate(caches):
         name = f"caches[{index}]"
-        require_tensor(name, cache, device=copies.device)
+        require_tensor(name, cache, device=device)
         if cache.dim() < 2 or 0 in cache.shape:
             raise InvalidArgumentError(name, "[num_blocks, ...]", f"shape {list(cache.shape)}")
         if not cache[0].is_contiguous():
             raise InvalidArgumentError(name, "blocks that are contiguous inside", "gaps")
+
+
+def check_move_blocks(backend: Backend, caches: Sequence[Tensor], host: Tensor) -> None:
+    """Host memory has room for a block of every cache."""
+    if not caches:
+        raise InvalidArgumentError("caches", "at least one", "none")
+    if caches[0].device.type != backend.device.type:
+        raise InvalidArgumentError("caches", f"device {backend.device}", f"{caches[0].device}")
+    _check_blocks(caches, caches[0].device)
+    sizes = [cache[0].nbytes for cache in caches]
+    require_tensor("host", host, dtype=torch.uint8, shape=(None, sum(sizes)), device=_CPU)
+    word = math.gcd(8, *sizes)
+    steps = [cache.stride(0) * cache.element_size() for cache in caches]
+    starts = [tensor.data_ptr() for tensor in (host, *caches)]
+    if any(each % word for each in (host.stride(0), *steps, *starts)):
+        raise InvalidArgumentError("caches", f"blocks that begin on {word} bytes", "others")
+
+
+def check_moves(
+    backend: Backend,
+    caches: Sequence[Tensor],
+    host: Tensor,
+    moves: Tensor,
+    sums: Tensor,
+    *,
+    to_host: bool,
+) -> None:
+    """All blocks of a list are there, no target twice, and each has a sum. O(moves)."""
+    require_tensor("moves", moves, dtype=torch.int64, shape=(None, 2), device=_CPU)
+    require_tensor("sums", sums, dtype=torch.int64, shape=moves.shape[:1])
+    if sums.device.type != backend.device.type:
+        raise InvalidArgumentError("sums", f"device {backend.device}", f"{sums.device}")
+    ids = moves.numpy()
+    sizes = min(cache.shape[0] for cache in caches), host.shape[0]
+    for column, most, where in zip(ids.T, sizes, ("caches", "host"), strict=True):
+        if len(column) and not 0 <= column.min() <= column.max() < most:
+            wanted = f"block ids of 0 .. {most - 1}, which {where} has"
+            raise InvalidArgumentError("moves", wanted, f"{column.min()} .. {column.max()}")
+    targets = ids[:, 1 if to_host else 0]
+    if np.unique(targets).size < targets.size:
+        raise InvalidArgumentError("moves", "each target once", "one twice")
 
 
 def check_slot_mapping(

@@ -436,6 +436,30 @@ class Backend(Protocol):
         """
         ...
 
+    def move_blocks(
+        self,
+        caches: Sequence[Tensor],
+        host: Tensor,
+        moves: Tensor,
+        sums: Tensor,
+        *,
+        to_host: bool,
+    ) -> None:
+        """Copy whole blocks from every cache to host memory, or back, and sum their bytes.
+
+        A block of host memory holds one block of each cache, one behind the other.
+
+        Args:
+            caches: tensors [num_blocks, ...] of any one shape each.
+            host: uint8 [num_host_blocks, bytes of a block of all caches] in host memory; for a GPU
+                it has to be page-locked.
+            moves: int64 [num_moves, 2] of (block id, block id in host memory), on the CPU; no
+                target twice.
+            sums: int64 [num_moves], written: `oracle.block_sum` of each block that was moved.
+            to_host: whether blocks are copied to host memory; otherwise they come from it.
+        """
+        ...
+
     def compute_slot_mapping(
         self,
         query_start_loc: Tensor,

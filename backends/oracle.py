@@ -9,7 +9,7 @@ How far a backend may be from it, and why, is derived in `_allowed` and `_underf
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,9 @@ from torch import Tensor
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
+SUM_LOW, SUM_HIGH = 0x9E3779B1, 0x85EBCA77
+"""The factors of a word's place in `block_sum`: odd, and of no simple ratio."""
+
 _ROWS = 64  # query tokens times heads that are computed at once
 
 
@@ -46,6 +49,21 @@ class Expected:
         live = ~self.out.isnan().any(-1)
         errors = (came.double().cpu() - self.out)[live].norm(dim=-1) - self.underflow[live]
         return float(errors.clamp(min=0).norm()) / max(float(self.out[live].norm()), 1e-30)
+
+
+def block_sum(block: Sequence[Tensor]) -> int:
+    """The sum of a block of all caches, as `Backend.move_blocks` writes it. O(bytes).
+
+    Words have 8 bytes, or as many as divide the size of every part; (low half + place * SUM_LOW) *
+    (high half + (place + 1) * SUM_HIGH), each factor modulo 2^32, summed modulo 2^64, as int64.
+    """
+    parts = [part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for part in block]
+    word = math.gcd(8, *[part.size for part in parts])
+    words = np.concatenate(parts).view(f"<u{word}").astype(np.uint64)
+    place, half = np.arange(words.size, dtype=np.uint64), np.uint64(0xFFFFFFFF)
+    low = (words + place * np.uint64(SUM_LOW)) & half
+    high = ((words >> np.uint64(32)) + (place + np.uint64(1)) * np.uint64(SUM_HIGH)) & half
+    return int((low * high).sum(dtype=np.uint64).astype(np.int64))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import backends
 import kvcore
+from model.caches.host_memory import HostPool
 from model.caches.memory import MemoryPlan, plan_memory
 from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.config import EngineConfig, SchedulerConfig
@@ -267,6 +268,8 @@ class Engine(EngineCore):
             if sanitizer is not None:
                 sanitizer.begin_load(lease, network.caches)
 
+        lock = None if sanitizer is None else sanitizer.lock
+        pool = HostPool(network.backend, network.caches.storages, lock)
         tiers = import_module("model.caches.tiers")  # not loaded where there are none
         opened: TierTransfers = tiers.open_tiers(
             self.config,
@@ -274,7 +277,7 @@ class Engine(EngineCore):
             network.layout,
             network.scales,
             kv,
-            tiers.device_of(network.caches, began, None if sanitizer is None else sanitizer.lock),
+            tiers.PooledBlocks(pool, began),
             model.ranks,
         )
         return opened

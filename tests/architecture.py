@@ -49,7 +49,7 @@ TRITON_GPU_LAYERS = (
     ("decode", "prefill", "state"),
     ("hopper",),
     ("latent",),
-    ("ahead", "copy_blocks", "paged_attention", "slot_mapping", "store_kv"),
+    ("ahead", "copy_blocks", "move_blocks", "paged_attention", "slot_mapping", "store_kv"),
     ("sparse",),
     ("warm_up",),
     ("backend",),

@@ -20,7 +20,7 @@ _FINITE = 0x7B00  # bit patterns 1 .. this are finite numbers, halves included
 
 
 def check_movement(backend: Backend, *, quick: bool) -> Iterator[Finding]:
-    """All checks of `store_kv`, `copy_blocks` and `compute_slot_mapping`."""
+    """All checks of `store_kv`, `copy_blocks`, `move_blocks` and `compute_slot_mapping`."""
     for dtype in backend.capabilities.dtypes:
         for strided in (False, True):
             name = f"{str(dtype)[6:]}{', strided' if strided else ''}"
@@ -38,6 +38,11 @@ def check_movement(backend: Backend, *, quick: bool) -> Iterator[Finding]:
             yield _stores(backend, f"{str(dtype)[6:]}, many", dtype, strided=False, slots=slots)
         yield _copies(backend, str(dtype)[6:], dtype, ((1, 4), (1, 0), (3, 2)))
         yield _copies(backend, f"{str(dtype)[6:]}, none", dtype, ())
+        for shapes in (((4, 2, 8), (2, 24)), ((4, 2, 8), (3,))):
+            for to_host in (True, False):
+                case = f"{str(dtype)[6:]}, {shapes[1]} {'to' if to_host else 'from'} host memory"
+                yield _moves(backend, case, dtype, shapes, ((1, 6), (4, 0), (3, 2)), to_host)
+        yield _moves(backend, f"{str(dtype)[6:]}, none", dtype, ((4, 2, 8),), (), to_host=True)
         for kind in backend.capabilities.quantised:
             for scales in ("none", "tensor", "head"):
                 name = f"{str(dtype)[6:]} as {str(kind)[6:]}, scales: {scales}"
@@ -150,6 +155,43 @@ def _copies(
         if not torch.equal(bits(came), bits(wanted))
     ]
     return _finding("copy_blocks", case, problems)
+
+
+def _moves(
+    backend: Backend,
+    case: str,
+    dtype: torch.dtype,
+    shapes: tuple[tuple[int, ...], ...],
+    moves: tuple[tuple[int, int], ...],
+    to_host: bool,  # noqa: FBT001
+) -> Finding:
+    """Two caches of a shape of their own, and one with memory of others between its blocks."""
+    whole = _pattern((5, 2, *shapes[0]), dtype, 50, strided=False)[0]
+    memories = [*(_pattern((5, *shape), dtype, 0, strided=False)[0] for shape in shapes), whole]
+    there = [memory.clone().to(backend.device) for memory in memories]
+    sizes = [memory[0].numel() * dtype.itemsize for memory in (*memories[:-1], whole[:, 0])]
+    rows = torch.arange(9 * sum(sizes)).mul(37).add(11).to(torch.uint8).reshape(9, -1)
+    host = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=backend.device.type == "cuda")
+    host.copy_(rows)
+    pairs = torch.tensor(moves, dtype=torch.int64).reshape(-1, 2)
+    sums = torch.full((len(moves),), 7, dtype=torch.int64, device=backend.device)
+    backend.move_blocks([*there[:-1], there[-1][:, 0]], host[1:8], pairs, sums, to_host=to_host)
+    wanted = []
+    for block_id, host_id in moves:
+        parts = [memory[block_id] for memory in (*memories[:-1], whole[:, 0])]
+        parts = [part.view(torch.uint8).reshape(-1) for part in parts]
+        for part, row in zip(parts, torch.split(rows[1 + host_id], sizes), strict=True):
+            (row if to_host else part).copy_(part if to_host else row)
+        wanted.append(oracle.block_sum(parts))
+    pairs_of_sums = zip(sums.tolist(), wanted, strict=True)
+    problems = [f"sum {i}" for i, (came, sum_) in enumerate(pairs_of_sums) if came != sum_]
+    problems += [] if torch.equal(host, rows) else ["host memory"]
+    problems += [
+        f"cache {i}"
+        for i, (each, memory) in enumerate(zip(there, memories, strict=True))
+        if not torch.equal(bits(each), bits(memory))
+    ]
+    return _finding("move_blocks", case, problems)
 
 
 def _slots(backend: Backend, case: AttentionCase, *, padding: int) -> Finding:

@@ -15,6 +15,7 @@ from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, 
 from backends.errors import BackendUnavailableError
 from backends.numba_cpu.copy_blocks import copy_blocks
 from backends.numba_cpu.launch import Plans, Workers
+from backends.numba_cpu.move_blocks import move_blocks
 from backends.numba_cpu.paged_attention import AttentionPlan, paged_attention
 from backends.numba_cpu.slot_mapping import compute_slot_mapping
 from backends.numba_cpu.sparse.attend_chosen import attend_chosen
@@ -82,6 +83,12 @@ class NumbaBackend:
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
         """Copy whole blocks inside each cache."""
         copy_blocks(self, self._workers, caches, copies)
+
+    def move_blocks(
+        self, caches: Sequence[Tensor], host: Tensor, moves: Tensor, sums: Tensor, *, to_host: bool
+    ) -> None:
+        """See `Backend.move_blocks`."""
+        move_blocks(self, self._workers, caches, host, moves, sums, to_host=to_host)
 
     def compute_slot_mapping(
         self,

@@ -4,7 +4,7 @@ Importing this package does not import triton; `load` does, and reports what is 
 
 Every kernel's file states the formula, the layout, the grid and the bytes moved. A reading order:
 
-- `slot_mapping`, `store_kv`, `copy_blocks`: kernels that move data without computing.
+- `slot_mapping`, `store_kv`, `copy_blocks`, `move_blocks`: what moves data without computing.
 - `shared`: what all kernels share. `place` and `launch` turn a call into a launch; `softmax`,
   `soft_cap` and `e4m3` are device functions, and `layer` the values they are compiled for.
 - `prefill`: attention of many query tokens, one loop over tiles of keys. All other attention here

@@ -9,6 +9,7 @@ from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, 
 from backends.states import LinearAttentionTerms, ShortConvTerms, StateBatch
 from backends.triton_gpu.copy_blocks import copy_blocks
 from backends.triton_gpu.decode import cascade
+from backends.triton_gpu.move_blocks import move_blocks
 from backends.triton_gpu.paged_attention import paged_attention
 from backends.triton_gpu.shared.place import Place
 from backends.triton_gpu.slot_mapping import compute_slot_mapping
@@ -76,6 +77,12 @@ class TritonBackend:
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
         """Copy whole blocks inside each cache."""
         copy_blocks(self, self._place, caches, copies)
+
+    def move_blocks(
+        self, caches: Sequence[Tensor], host: Tensor, moves: Tensor, sums: Tensor, *, to_host: bool
+    ) -> None:
+        """See `Backend.move_blocks`."""
+        move_blocks(self, self._place, caches, host, moves, sums, to_host=to_host)
 
     def compute_slot_mapping(
         self,

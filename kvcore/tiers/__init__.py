@@ -8,7 +8,8 @@ also after the pool has evicted them or the process has ended; a `PeerServer` se
 from kvcore.tiers.disk import DiskTier
 from kvcore.tiers.folder import Folder, Segments
 from kvcore.tiers.host import HostTier
-from kvcore.tiers.jobs import BlockMover, LoadJob, Part, StoreJob
+from kvcore.tiers.host_blocks import BlockMover, HostMover, OneByOne, Wait
+from kvcore.tiers.jobs import LoadJob, Part, StoreJob
 from kvcore.tiers.link import Channel, LinkError, is_loopback, parse_address
 from kvcore.tiers.memory import MemoryLink, MemoryReader, Nixl, SharedMemory
 from kvcore.tiers.peer import PeerTier
@@ -34,6 +35,7 @@ __all__ = [
     "Fault",
     "Folder",
     "Found",
+    "HostMover",
     "HostTier",
     "KeepingTier",
     "Key",
@@ -43,6 +45,7 @@ __all__ = [
     "MemoryLink",
     "MemoryReader",
     "Nixl",
+    "OneByOne",
     "Part",
     "PeerServer",
     "PeerServerStats",
@@ -56,6 +59,7 @@ __all__ = [
     "TierInUseError",
     "TierManager",
     "TierStats",
+    "Wait",
     "group_of",
     "is_loopback",
     "is_private",

@@ -31,27 +31,29 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.tiers.folder import Folder, Segments
+from kvcore.tiers.host_blocks import HostBlocks, HostCopy
 from kvcore.tiers.record import (
     DEAD,
     DEAD_OFFSET,
     RECORD_BYTES,
     SEGMENT_BYTES,
     VERSION,
+    Fault,
     Header,
     Key,
     Meaning,
     checksum_of,
     decode_header,
     encode_segment,
-    fault_of,
     segment_version,
 )
+from kvcore.tiers.record_reader import RecordReader, Results, Wanted, runs_of
 from kvcore.tiers.tier import IndexedTier, TierError
 
 _NUM_SEGMENTS: Final = 64
@@ -61,6 +63,7 @@ _MAX_FAILURES: Final = 8
 _FIRST_PAUSE_S: Final = 1.0
 _LAST_PAUSE_S: Final = 60.0
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READERS: Final = min(8, os.cpu_count() or 1)  # threads
 _log = logging.getLogger(__name__)
 
 
@@ -117,7 +120,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         capacity_bytes: the most bytes that the segments may take.
         segment_bytes: the size of a segment; None: a 64th of the capacity, at most 256 MiB. At
             least one record has room in any case.
-        segments: the files, for tests; None: those of `path`.
+        segments: the files, for tests, which no further threads read; None: those of `path`.
         now_s: a clock, in seconds, for the pauses after failures.
 
     Attributes:
@@ -158,6 +161,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         self._whole = capacity, self._segment_bytes  # sizes while the device has space
         self._least_bytes = RECORD_BYTES  # of the largest record
         self._meaning = Meaning(b"")
+        self._reads = RecordReader(self._files, 0 if segments else _READERS)
 
     def start(self, meaning: Meaning, largest: int) -> None:
         """Find the records of the files. O(records): it reads their headers."""
@@ -185,20 +189,72 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
 
     def get(self, key: Key, length: int) -> memoryview | None:
         """Read a copy. O(length)."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        size = min(length, entry[0].length + 1)  # `length` may be anything
+        payload = memoryview(bytearray(size))
+        [is_there] = self.begin_read([key], [[payload]])()
+        return payload if is_there else None
+
+    def begin_read(
+        self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+    ) -> Callable[[], Sequence[bool]]:
+        """Begin to read copies, those that follow each other in a segment in one call. O(keys).
+
+        Several threads read and check them, without the lock.
+        """
+        found: list[Wanted] = []
         with self._lock:
-            found = self._entries.get(key)
-            if found is None:
-                return None
-            header, offset = found
-            data = self._read(header, offset)
-            if data is None or header.length != length:
-                if data is not None:
-                    self.stats.faults["short"] += 1
-                if key in self._entries:  # not if this failure has turned the tier off
-                    self._bury(key)
-                return None
-            self._note_hit(key, length)
-            return memoryview(data)[RECORD_BYTES:]
+            for place, (key, target) in enumerate(zip(keys, targets, strict=True)):
+                if (entry := self._entries.get(key)) is not None:
+                    header, offset = entry
+                    if header.length == sum(map(len, target)):
+                        found.append(Wanted(place, header, offset, target))
+                    else:
+                        self.stats.faults["short"] += 1
+                        self._bury(key)
+        runs = runs_of(found)
+        wait = self._reads.begin(runs)
+        return lambda: self._end_read(len(keys), runs, wait())
+
+    def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
+        """See `Tier.probe`: the oldest copies are read, and are not counted."""
+        left = [view for copy in copies for view in blocks.views(copy)]
+        found: list[Wanted] = []
+        with self._lock:
+            for header, offset in self._entries.values():
+                count = header.length // blocks.block_bytes
+                if count > len(left):
+                    break
+                found.append(Wanted(0, header, offset, [left.pop() for _ in range(count)]))
+        runs = runs_of(found)
+        size = 0
+        for run, faults in zip(runs, self._reads.begin(runs)(), strict=True):
+            for wanted, fault in zip(run, faults, strict=True):
+                size += wanted.header.length if fault is None else 0
+        return size
+
+    def _end_read(
+        self, count: int, runs: Sequence[Sequence[Wanted]], results: Sequence[Results]
+    ) -> list[bool]:
+        """Count what was read, and bury records that are not what their headers say."""
+        is_there = [False] * count
+        with self._lock:
+            for run, faults in zip(runs, results, strict=True):
+                for wanted, fault in zip(run, faults, strict=True):
+                    key = wanted.header.key
+                    if fault is None:
+                        is_there[wanted.place] = True
+                        self._num_failed_reads = 0
+                        self._note_hit(key, wanted.header.length)
+                    elif self._entries.get(key) != (wanted.header, wanted.offset):
+                        self.stats.faults["gone"] += 1  # evicted or moved meanwhile
+                    else:
+                        self._note_fault(fault)
+                        if key in self._entries:  # not if this failure has turned the tier off
+                            self._bury(key)
+        return is_there
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
         """Write a copy. O(length), and amortised the same for compactions."""
@@ -265,6 +321,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             self._pauses = _Pauses(lambda: -math.inf)  # no try comes any more
             self._forget_all()
             self._files.close()
+        self._reads.close()
 
     # The index
 
@@ -287,7 +344,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         self._evict(0)
 
     def _scan_segment(self, number: int, size: int) -> None:
-        version = segment_version(self._files.read(number, 0, SEGMENT_BYTES), number)
+        version = segment_version(self._bytes_at(number, 0, SEGMENT_BYTES), number)
         if version in ("torn", "corrupted", "stale"):
             self.stats.faults[version] += 1
             self._active = None
@@ -299,7 +356,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             )
         offset = SEGMENT_BYTES
         while offset < size:
-            header = decode_header(self._files.read(number, offset, RECORD_BYTES))
+            header = decode_header(self._bytes_at(number, offset, RECORD_BYTES))
             if isinstance(header, Header) and header.segment != number:
                 header = "stale"
             if isinstance(header, Header) and offset + RECORD_BYTES + header.length > size:
@@ -409,12 +466,13 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
             key = next(iter(segment.keys))
             header, offset = self._entries[key]
             self._drop(key)
-            data = self._read(header, offset)
+            payload = self._read_one(header, offset)
             room = self.stats.capacity_bytes - self.stats.used_bytes - SEGMENT_BYTES
-            if data is None or len(data) > room:  # a segment of a time with a larger capacity
+            if (
+                payload is None or RECORD_BYTES + len(payload) > room
+            ):  # a segment of a time with a larger capacity
                 continue
             try:
-                payload = memoryview(data)[RECORD_BYTES:]
                 self._append(key, payload, header.priority, header.checksum, header.number)
             except OSError as error:  # the file is deleted all the same, to make room
                 self._note_failed_write(error)
@@ -423,19 +481,27 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
 
     # The files
 
-    def _read(self, header: Header, offset: int) -> bytes | None:
-        """Return a record, if it is what its header says; otherwise count the fault."""
-        try:
-            data = self._files.read(header.segment, offset, RECORD_BYTES + header.length)
-        except OSError as error:
-            self._note_failed_read(error)
-            return None
-        self._num_failed_reads = 0
-        fault = fault_of(data, header)
+    def _read_one(self, header: Header, offset: int) -> memoryview | None:
+        """Return a payload, if the record is what its header says; otherwise count the fault."""
+        payload = memoryview(bytearray(header.length))
+        [fault] = self._reads.read([Wanted(0, header, offset, [payload])])
         if fault is None:
-            return data
-        self.stats.faults[fault] += 1
+            self._num_failed_reads = 0
+            return payload
+        self._note_fault(fault)
         return None
+
+    def _note_fault(self, fault: Fault | OSError) -> None:
+        if isinstance(fault, OSError):
+            self._note_failed_read(fault)
+        else:
+            self._num_failed_reads = 0
+            self.stats.faults[fault] += 1
+
+    def _bytes_at(self, number: int, offset: int, size: int) -> bytes:
+        """Return the bytes of a segment there, fewer at its end."""
+        data = bytearray(size)
+        return bytes(data[: self._files.read(number, offset, [data])])
 
     def _append(
         self, key: Key, payload: memoryview, priority: int, checksum: bytes, record: int = 0

@@ -54,8 +54,8 @@ class Segments(Protocol):
         """Write pieces one behind the other, all or an OSError; a missing file is created."""
         ...
 
-    def read(self, number: int, offset: int, length: int) -> bytes:
-        """Return these bytes; fewer where the file ends before."""
+    def read(self, number: int, offset: int, buffers: Sequence[bytearray | memoryview]) -> int:
+        """Fill buffers, one behind the other; return the bytes read, fewer where the file ends."""
         ...
 
     def cut(self, number: int, size: int) -> None:
@@ -146,26 +146,22 @@ class Folder:
             while left:
                 count = os.pwritev(file, left, offset)
                 offset += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][count:]
+                left = _after(left, count)
         finally:
             os.close(file)
 
-    def read(self, number: int, offset: int, length: int) -> bytes:
+    def read(self, number: int, offset: int, buffers: Sequence[bytearray | memoryview]) -> int:
         """See `Segments.read`."""
+        left = [memoryview(buffer) for buffer in buffers]
+        begin = offset
         file = os.open(self._name(number), os.O_RDONLY | _FLAGS)
         try:
-            data = os.pread(file, length, offset)
-            while 0 < len(data) < length:  # a system reads at most 2 GiB at once
-                more = os.pread(file, length - len(data), offset + len(data))
-                if not more:
-                    break
-                data += more
-            return data
+            while left and (count := os.preadv(file, left, offset)):
+                offset += count
+                left = _after(left, count)
         finally:
             os.close(file)
+        return offset - begin
 
     def cut(self, number: int, size: int) -> None:
         """See `Segments.cut`."""
@@ -183,3 +179,13 @@ class Folder:
 
     def _name(self, number: int) -> str:
         return os.path.join(self.path, f"{number:016x}.kvseg")  # noqa: PTH118  # called often
+
+
+def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of buffers after their first bytes. A call moves at most 2 GiB."""
+    left = [*buffers]
+    while left and count >= len(left[0]):
+        count -= len(left.pop(0))
+    if count:
+        left[0] = left[0][count:]
+    return left

@@ -26,9 +26,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import islice
 from typing import Final, final
 
+from kvcore.tiers.host_blocks import HostBlocks, HostCopy
 from kvcore.tiers.link import (
     AGREED,
     ANSWER,
@@ -62,7 +65,7 @@ from kvcore.tiers.record import (
     decode_header,
     is_private,
 )
-from kvcore.tiers.tier import TierStats
+from kvcore.tiers.tier import TierStats, read_each
 
 _HANDSHAKE_S: Final = 2.0
 _SILENCE_S: Final = 5.0  # without news: the peer says every second that it is there
@@ -71,6 +74,7 @@ _SLOWEST_BYTES_PER_S: Final = 20e6
 _RETRIES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _MAX_KEYS: Final = 1 << 20  # that are known of one peer: 130 MB
 _MAX_FAILURES: Final = 3
+_PROBED: Final = 8  # copies
 _MAX_PAUSE_S: Final = 300.0
 _MAX_RESETS: Final = 8  # in the time below: each ends all loads that run here
 _RESETS_S: Final = 60.0
@@ -97,7 +101,7 @@ class PeerTier:
 
     Attributes:
         name: "peer HOST:PORT".
-        keeps: False.
+        keeps, in_blocks: False.
         stats: its counters; `is_enabled` says whether the peer is there now.
         epoch: how often it was cleared, here or there.
         num_by_transport: its hits, by what carried them: "tcp", or "nixl" where they were read out
@@ -107,7 +111,7 @@ class PeerTier:
         InvalidArgumentError: no address.
     """
 
-    keeps, medium = False, "REMOTE"
+    keeps, in_blocks, medium = False, False, "REMOTE"
 
     def __init__(
         self,
@@ -157,6 +161,19 @@ class PeerTier:
 
     def touch(self, key: Key) -> None:
         """See `Tier.touch`; the peer notes its own uses."""
+
+    def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
+        """See `Tier.probe`: some copies of a block."""
+        with self._lock:
+            keys = [*islice(self._known, min(_PROBED, len(copies)))]
+        found = [self.get(key, blocks.block_bytes) for key in keys]
+        return sum([len(payload) for payload in found if payload is not None])
+
+    def begin_read(
+        self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+    ) -> Callable[[], Sequence[bool]]:
+        """See `Tier.begin_read`. One after the other, when they are waited for."""
+        return partial(read_each, self, keys, targets)
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
         """See `Tier.put`: nothing is stored at a peer."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NewType
 
@@ -167,27 +167,31 @@ def decode_header(data: bytes) -> Header | Fault:
     return Header(key, Meaning(meaning), priority, *about)
 
 
-def fault_of(data: bytes, wanted: Header) -> Fault | None:
-    """Return why bytes that were read are not this record, header and payload; None: they are.
+def fault_of(
+    head: bytes | bytearray | memoryview, payload: Sequence[memoryview], wanted: Header
+) -> Fault | None:
+    """Return why a header and the pieces of a payload are not this record; None: they are.
 
-    O(len(data)).
+    O(bytes).
     """
-    found = decode_header(data)
+    found = decode_header(bytes(head))
     if not isinstance(found, Header):
         return found
     if found.meaning != wanted.meaning:
         return "foreign"
     if found != wanted:
         return "stale"
-    payload = memoryview(data)[RECORD_BYTES:]
-    if len(payload) < wanted.length:
+    if sum(map(len, payload)) < wanted.length:
         return "torn"
-    return None if checksum_of(payload) == wanted.checksum else "corrupted"
+    return None if checksum_of(*payload) == wanted.checksum else "corrupted"
 
 
-def checksum_of(payload: bytes | memoryview) -> bytes:
-    """Return the checksum of a payload: 16 bytes of xxh3-128. O(len(payload))."""
-    return xxhash.xxh3_128_digest(payload)
+def checksum_of(*pieces: bytes | memoryview) -> bytes:
+    """Return the checksum of a payload: 16 bytes of xxh3-128. O(bytes)."""
+    found = xxhash.xxh3_128()
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()
 
 
 def encode_segment(number: int) -> bytes:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar, final
 
 from kvcore.arguments import as_int
 from kvcore.errors import KVCoreError
+from kvcore.tiers.host_blocks import HostBlocks, HostCopy
 from kvcore.tiers.record import Fault, Key, Meaning
 
 _Entry = TypeVar("_Entry")  # what a tier knows of a copy: where it is, and its checksum
@@ -70,6 +71,7 @@ class Tier(Protocol):
         name: for reports.
         medium: what KV events call it, as vLLM's do.
         keeps: whether it takes copies; False of one that is only read, such as a peer.
+        in_blocks: whether its copies lie in blocks of host memory, as a `HostTier`'s do.
         stats: its counters.
         epoch: how often it was cleared.
     """
@@ -77,6 +79,7 @@ class Tier(Protocol):
     name: str
     medium: str
     keeps: bool
+    in_blocks: bool
     stats: TierStats
     epoch: int
 
@@ -98,6 +101,20 @@ class Tier(Protocol):
 
     def get(self, key: Key, length: int) -> memoryview | None:
         """Return the payload, checked, if it has `length` bytes; None: a miss. O(length)."""
+        ...
+
+    def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
+        """Move copies as a load does, to be measured, at most into these blocks; their bytes."""
+        ...
+
+    def begin_read(
+        self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+    ) -> Callable[[], Sequence[bool]]:
+        """Begin to read copies into memory that has the bytes of each.
+
+        Returns:
+            A function that waits, and returns which copies have come, checked as by `get`.
+        """
         ...
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
@@ -138,6 +155,30 @@ class KeepingTier(Tier, Protocol):
     def unwatch(self, changes: Changes) -> None:
         """Note no further changes. O(watchers)."""
         ...
+
+
+class ReadingTier(Protocol):
+    """A tier that returns one copy after the other."""
+
+    def get(self, key: Key, length: int) -> memoryview | None:
+        """See `Tier.get`."""
+        ...
+
+
+def read_each(
+    tier: ReadingTier, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
+) -> list[bool]:
+    """Read copies as `Tier.begin_read` says, one after the other. O(bytes)."""
+    found: list[bool] = []
+    for key, target in zip(keys, targets, strict=True):
+        payload = tier.get(key, sum(map(len, target)))
+        found.append(payload is not None)
+        if payload is not None:
+            begin = 0
+            for piece in target:
+                piece[:] = payload[begin : begin + len(piece)]
+                begin += len(piece)
+    return found
 
 
 @final
@@ -232,6 +273,7 @@ class IndexedTier(Generic[_Entry]):
     """
 
     keeps = True
+    in_blocks = False
 
     def __init__(self, name: str, capacity_bytes: SupportsIndex) -> None:
         self.name = name

@@ -37,9 +37,11 @@ from kvcore.identity.namespace import has_salt
 from kvcore.manager import KVCacheManager
 from kvcore.sequence import KVSequence
 from kvcore.tables.groups import RecurrentState
-from kvcore.tiers.jobs import BlockMover, LoadJob, Part, StoreJob
+from kvcore.tiers.host import HostTier
+from kvcore.tiers.host_blocks import BlockMover, HostBlocks, HostMover, OneByOne
+from kvcore.tiers.jobs import LoadJob, Part, StoreJob
 from kvcore.tiers.record import Key, key_of, meaning_of
-from kvcore.tiers.tier import KeepingTier, Tier
+from kvcore.tiers.tier import KeepingTier, Tier, TierError
 
 _ALGORITHM: Final[HashAlgorithm] = "sha256"
 
@@ -66,12 +68,14 @@ class TierManager:
     Args:
         kv: the manager; with `record_events`, its algorithm has to be sha256.
         tiers: the fastest first. They are started here, and closed by `close`.
-        mover: reads and writes blocks.
+        mover: moves blocks, many at once, or reads and writes them one by one.
         block_bytes: bytes of a block.
         meaning: what these bytes mean: everything that another process must share to use them, such
             as a digest of the weights, the dtype and the rank. The geometry of the layer groups
             is added here.
         max_store_blocks: the most blocks that stores hold at once; None: an eighth of the pool.
+        batch_bytes: what jobs move at once; host memory for four batches is allocated beside that
+            of tiers, for a load and a store at a time.
         is_shard: other processes make the same calls and hold other parts of the same contents, so
             all must make the same choices: what tiers have decides nothing but what `find` returns,
             and the caller says how much is loaded and which stores are done.
@@ -94,18 +98,18 @@ class TierManager:
         self,
         kv: KVCacheManager,
         tiers: Sequence[Tier],
-        mover: BlockMover,
+        mover: HostMover | BlockMover,
         *,
         block_bytes: SupportsIndex,
         meaning: Mapping[str, str | int],
         max_store_blocks: SupportsIndex | None = None,
+        batch_bytes: SupportsIndex = 128 << 20,
         is_shard: bool = False,
     ) -> None:
         self.kv = kv
         self.tiers = tuple(tiers)
         self.keeping = tuple([cast("KeepingTier", tier) for tier in self.tiers if tier.keeps])
         self.num_loaded_tokens = self.num_failed_loads = self.num_skipped = 0
-        self._mover = mover
         self._block_bytes = as_int("block_bytes", block_bytes, 1)
         most = kv.num_usable_blocks // 8 or 1
         if max_store_blocks is not None:
@@ -128,16 +132,37 @@ class TierManager:
         self._num_storing = 0
         about = {**meaning, "block_bytes": self._block_bytes, "groups": repr(kv.groups)}
         self.meaning = meaning_of(about)
+        largest = self.copy_bytes(len(kv.groups) - 1)
+        batch = as_int("batch_bytes", batch_bytes, 1) // self._block_bytes
+        self._batch = max(largest // self._block_bytes, min(batch, kv.num_usable_blocks))
+        if not isinstance(mover, HostMover):
+            mover = OneByOne(mover, self._block_bytes)
+        self._mover: HostMover = mover
         started: list[Tier] = []
         try:
             for tier in self.tiers:
-                tier.start(self.meaning, self.copy_bytes(len(kv.groups) - 1))
+                tier.start(self.meaning, largest)
                 started.append(tier)
+            self._blocks = self._host_blocks(mover, largest)
         except BaseException:
             for tier in started:
                 tier.close()
             raise
         kv.pool.watcher = self
+
+    def _host_blocks(self, mover: HostMover, largest: int) -> HostBlocks:
+        """Allocate host memory for host tiers, three batches of a load and one of a store."""
+        hosts = [cast("HostTier", tier) for tier in self.tiers if tier.in_blocks]
+        count = 4 * self._batch + sum(
+            [tier.most_blocks(largest, self._block_bytes) for tier in hosts]
+        )
+        try:
+            blocks = HostBlocks(mover, count, self._block_bytes)
+        except MemoryError as error:
+            raise TierError(f"host tier: {error}") from None
+        for tier in hosts:
+            tier.use(blocks)
+        return blocks
 
     def copy_bytes(self, group: int) -> int:
         """Return the bytes of a copy of one layer group. O(1)."""
@@ -222,7 +247,7 @@ class TierManager:
         if not parts:
             return None
         lease = self.kv.leases.begin([*blocks], "store", "tiers", None)
-        job = StoreJob(parts[::-1], lease, self.keeping, self._mover)
+        job = StoreJob(parts[::-1], lease, self.keeping, self._blocks, self._batch)
         self._stores.append(job)
         self._storing.update([part.key for part in parts])
         self._num_storing += len(blocks)
@@ -347,7 +372,7 @@ class TierManager:
             is_state = self._state is not None and group == len(load.block_ids) - 1
             ids += [tuple(run)] if is_state else [(block_id,) for block_id in run]
         parts = [Part(key, one) for key, one in zip(keys, ids, strict=True)]
-        job = LoadJob(parts, lease, self.tiers, self._mover, self._block_bytes, num_new)
+        job = LoadJob(parts, lease, self.tiers, self._blocks, self._batch, num_new)
         self._loads.append(job)
         return job
 
@@ -377,6 +402,20 @@ class TierManager:
         self.num_failed_loads += 1
         return False
 
+    def probe(self, tier: Tier) -> int:
+        """Have a tier return some copies, to measure how long that takes. On any thread.
+
+        Returns:
+            The bytes; 0: it has no copies, or memory for them is in use. O(these).
+        """
+        count = min(self._batch, self.kv.num_usable_blocks)
+        copies = self._blocks.take([1] * count)
+        try:
+            return tier.probe(self._blocks, copies) if copies else 0
+        finally:
+            for copy in copies:
+                self._blocks.release(copy)
+
     def _use(self, seq: KVSequence) -> None:
         """Note in the tiers what a sequence has found in the pool. O(its blocks)."""
         is_private = has_salt(seq.namespace_key or b"")
@@ -399,6 +438,7 @@ class TierManager:
             self.kv.pool.watcher = None
         for tier in self.tiers:
             tier.close()
+        self._mover.free()
 
     def _look_up(self, seq: KVSequence, wanted: int | None = None) -> tuple[int, list[Key]]:
         """Return the longest prefix that pool and tiers have, and the keys that a load reads.

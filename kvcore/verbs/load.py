@@ -14,6 +14,7 @@ computed ones: other sequences can hit them, and blocks outside the windows are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from kvcore.block import Block
 from kvcore.errors import InvalidArgumentError
@@ -27,6 +28,8 @@ from kvcore.tables.groups import serves
 from kvcore.verbs.rewind import tail_first
 from kvcore.verbs.states import publish_state, resume, states_until
 from kvcore.verbs.step import keep
+
+_block_id = attrgetter("block_id")
 
 
 def begin(
@@ -50,20 +53,21 @@ def begin(
     stops = [-(-num_tokens // table.block_size) for table in seq.tables]
     pieces = 0 if seq.state is None else seq.state.group.num_blocks
     new = pool.next_blocks(sum(stops) - sum(firsts) + pieces)
+    rising = sorted(new, key=_block_id)  # what lies together moves together
     blocks: list[list[Block]] = []
     runs: list[tuple[int, int, list[Block]]] = []
     start = 0
     for number, table in enumerate(seq.tables):
         stop = start + stops[number] - firsts[number]
-        blocks.append(new[start:stop])
-        runs.append((firsts[number], table.block_size, new[start:stop]))
+        blocks.append(rising[start:stop])
+        runs.append((firsts[number], table.block_size, rising[start:stop]))
         start = stop
     if seq.state is not None:
         firsts = (*firsts, (num_tokens - 1) // seq.state.block_size)
-        blocks.append(new[start:])
+        blocks.append(rising[start:])
     items = cut_items(seq.items, num_tokens)
     load = Load(seq, firsts, blocks, seq.packed[:num_tokens], items)
-    ordered = new[len(new) - pieces :] + tail_first(runs)
+    ordered = rising[len(new) - pieces :] + tail_first(runs)
     lease = book.begin_load(new, ordered, load, owner, max_steps)
     for number, run in enumerate(blocks):
         pool.assign(run, number)

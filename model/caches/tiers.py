@@ -1,11 +1,8 @@
 """Host memory, disk and peers behind the KV caches of one network: where the bytes of a block are.
 
 Decides: what the bytes of a copy mean, so that copies of other weights, another layout, dtype,
-quantisation or part of a network are never loaded; how bytes move. On a CPU the threads of the
-transfers read and write the caches themselves. On another device whole jobs move at once: a store
-gathers its blocks into one buffer and copies it to page-locked memory; a load fills page-locked
-memory and goes to the device in a few large copies. Both use a separate stream that waits for the
-steps sent before, so no step waits for them.
+quantisation or part of a network are never loaded; which tiers there are. `host_memory.py` moves
+the bytes.
 
 Invariants: a load has returned only when its bytes are in its blocks; a store never keeps bytes
 that were read after its blocks were released (`kvcore.tiers` sees to that).
@@ -18,19 +15,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
 import kvcore
 from kvcore.tiers import (
-    BlockMover,
     DiskTier,
     HostTier,
     LinkError,
@@ -47,29 +41,22 @@ from kvcore.tiers import (
     is_loopback,
     parse_address,
 )
-from model.caches.kv_caches import KVCaches, Scales
+from model.caches.host_memory import HostPool
+from model.caches.kv_caches import Scales
 from model.caches.layout import CacheLayout
 from model.caches.memory import host_free_bytes, show_bytes
 from model.control.config import EngineConfig
-from model.control.tier_transfers import TierDevice, TierRanks, TierTransfers, TransferCosts
+from model.control.tier_transfers import TierRanks, TierTransfers, TransferCosts
 from model.errors import InvalidArgumentError
 
 _MAX_JOB_BYTES: Final = 256 << 20
 _LEAST_SECRET_BYTES: Final = 16
-_PART_BYTES: Final = 32 << 20  # of a load that goes to the device at once
 _NO_MEANING: Final = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 
 _log = logging.getLogger(__name__)
 
 Began = Callable[[kvcore.Lease], None]
 """Is told that the blocks of a load will be written."""
-
-Lock = AbstractContextManager[object]
-"""Is held while blocks are read or written."""
-
-
-class BlockDevice(TierDevice, BlockMover, Protocol):
-    """Runs jobs, and knows the bytes of a block."""
 
 
 def open_tiers(
@@ -78,7 +65,7 @@ def open_tiers(
     layout: CacheLayout,
     scales: Scales,
     kv: kvcore.KVCacheManager,
-    device: BlockDevice,
+    device: PooledBlocks,
     ranks: TierRanks | None = None,
 ) -> TierTransfers:
     """Open the tiers that a configuration asks for. Reads all weights once, for their digest.
@@ -117,7 +104,7 @@ def open_tiers(
             config,
             kv,
             tiers,
-            device,
+            device.pool,
             ranks,
             block_bytes=block_bytes,
             meaning=meaning,
@@ -125,7 +112,13 @@ def open_tiers(
         )
         if found is not None:
             server = _serve(config, found, secret)
-            return TierTransfers(found, device, TransferCosts(block_bytes), None, server, ranks)
+            costs = TransferCosts(block_bytes)
+            transfers = TierTransfers(found, device, costs, None, server, ranks)
+            for tier in found.keeping:
+                if tier.in_blocks:
+                    found.probe(tier)  # the first one may compile
+                transfers.measure(tier)
+            return transfers
     raise InvalidArgumentError("disk: no folder is left")
 
 
@@ -133,7 +126,7 @@ def _started(
     config: EngineConfig,
     kv: kvcore.KVCacheManager,
     tiers: Sequence[Tier],
-    device: BlockDevice,
+    pool: HostPool,
     ranks: TierRanks | None,
     **sizes: Any,  # noqa: ANN401  # as `TierManager` takes them
 ) -> TierManager | None:
@@ -144,7 +137,7 @@ def _started(
     """
     found: TierManager | None = None
     try:
-        found = TierManager(kv, tiers, device, is_shard=ranks is not None, **sizes)
+        found = TierManager(kv, tiers, pool, is_shard=ranks is not None, **sizes)
     except TierInUseError as error:
         if not config.shares_disk:
             raise _refused(error) from error
@@ -225,19 +218,6 @@ def _secret_of(config: EngineConfig) -> bytes:
     return secret
 
 
-def device_of(caches: KVCaches, began: Began, lock: Lock | None) -> BlockDevice:
-    """What moves the bytes of these caches. O(1).
-
-    Args:
-        caches: where the blocks are.
-        began: is called with the lease of each load when it begins.
-        lock: held while blocks are read or written; None: none is needed.
-    """
-    is_host = caches.storages[0].device.type == "cpu"
-    held = nullcontext() if lock is None else lock
-    return (HostBlocks if is_host else StreamBlocks)(caches.storages, began, held)
-
-
 def meaning_of_blocks(
     config: EngineConfig,
     network: nn.Module,
@@ -311,92 +291,21 @@ def _refused(error: TierError) -> InvalidArgumentError:
 
 
 @final
-class HostBlocks:
-    """Blocks in host memory: jobs read and write them where they are.
+class PooledBlocks:
+    """Runs jobs, which move blocks to and from host memory.
 
     Args:
-        storages: all memory, see `KVCaches.storages`.
+        pool: moves them.
         began: is called with the lease of each load when it begins.
-        lock: held while a block is read or written.
     """
 
-    def __init__(self, storages: Sequence[Tensor], began: Began, lock: Lock) -> None:
-        self._rows = [storage.numpy() for storage in storages]
+    def __init__(self, pool: HostPool, began: Began) -> None:
+        self.pool = pool
         self._began = began
-        self._lock = lock
-
-    def mark(self) -> None:
-        """Nothing: a step that was sent is done."""
-
-    def began(self, job: LoadJob) -> None:
-        """See `TierDevice.began`."""
-        self._began(job.lease)
-
-    def load(self, job: LoadJob, mark: object) -> None:
-        """See `TierDevice.load`."""
-        del mark
-        job.run()
-
-    def store(self, job: StoreJob, mark: object) -> None:
-        """See `TierDevice.store`."""
-        del mark
-        job.run()
-
-    def gave_up(self) -> None:
-        """Nothing: a job that is cancelled writes no more."""
-
-    def read_block(self, block_id: int) -> bytes:
-        """See `BlockMover.read_block`. O(its bytes)."""
-        with self._lock:
-            return b"".join([rows[block_id] for rows in self._rows])
-
-    def write_block(self, block_id: int, data: memoryview) -> None:
-        """See `BlockMover.write_block`. O(its bytes)."""
-        begin, content = 0, np.frombuffer(data, dtype=np.uint8)
-        with self._lock:
-            for rows in self._rows:
-                end = begin + rows.shape[1]
-                rows[block_id] = content[begin:end]
-                begin = end
-
-
-@final
-class StreamBlocks:
-    """Blocks on a device with streams: the bytes of a job move in a few large copies.
-
-    Args:
-        storages: all memory, see `KVCaches.storages`.
-        began: is called with the lease of each load when it begins.
-        lock: held until blocks that were sent or fetched are there, if it is a real one.
-        part_bytes: what a load sends at once.
-    """
-
-    def __init__(
-        self,
-        storages: Sequence[Tensor],
-        began: Began,
-        lock: Lock,
-        *,
-        part_bytes: int = _PART_BYTES,
-    ) -> None:
-        self._lock = lock
-        self._storages = storages
-        self._began = began
-        self._torch: Any = torch.get_device_module(storages[0].device)
-        self._incoming, self._outgoing = self._torch.Stream(), self._torch.Stream()
-        self._block_bytes = sum([storage.shape[1] for storage in storages])
-        self._staged: dict[int, memoryview] = {}  # by block, of the store that runs
-        rows = max(1, part_bytes // self._block_bytes)
-        self._parts = [self._host(rows) for _ in range(2)]  # one is filled, one is on its way
-        self._sent = [self._torch.Event() for _ in self._parts]
-        self._ids: list[int] = []  # of the blocks in the part that is filled
-        self._num_left = 0  # blocks of the load that are not written yet
 
     def mark(self) -> object:
         """See `TierDevice.mark`."""
-        event = self._torch.Event()
-        event.record(self._torch.current_stream())
-        return event
+        return self.pool.mark()
 
     def began(self, job: LoadJob) -> None:
         """See `TierDevice.began`."""
@@ -404,65 +313,14 @@ class StreamBlocks:
 
     def load(self, job: LoadJob, mark: object) -> None:
         """See `TierDevice.load`."""
-        self._incoming.wait_event(mark)
-        self._ids = []
-        self._num_left = sum([len(part.block_ids) for part in job.parts])
+        self.pool.wait_for(mark, to_host=False)
         job.run()
-        for event in self._sent:
-            event.synchronize()
 
     def store(self, job: StoreJob, mark: object) -> None:
         """See `TierDevice.store`."""
-        ids = [block_id for part in job.parts for block_id in part.block_ids]
-        with self._lock, self._torch.stream(self._outgoing):
-            self._outgoing.wait_event(mark)
-            index = torch.tensor(ids, device=self._storages[0].device)
-            found = torch.cat([storage[index] for storage in self._storages], dim=1)
-            host = self._host(len(ids))
-            host.copy_(found, non_blocking=True)
-            done = self._torch.Event()
-            done.record(self._outgoing)
-            done.synchronize()
-        rows = host.numpy()
-        self._staged = {block_id: memoryview(rows[place]) for place, block_id in enumerate(ids)}
+        self.pool.wait_for(mark, to_host=True)
         job.run()
-        self._staged = {}
 
     def gave_up(self) -> None:
         """See `TierDevice.gave_up`."""
-        self._torch.current_stream().wait_stream(self._incoming)
-
-    def read_block(self, block_id: int) -> memoryview:
-        """See `BlockMover.read_block`. O(1)."""
-        return self._staged[block_id]
-
-    def write_block(self, block_id: int, data: memoryview) -> None:
-        """See `BlockMover.write_block`; the last one of a load sends the rest. O(its bytes)."""
-        self._parts[0][len(self._ids)].numpy()[:] = np.frombuffer(data, np.uint8)
-        self._ids.append(block_id)
-        self._num_left -= 1
-        if self._num_left == 0 or len(self._ids) == len(self._parts[0]):
-            self._send()
-
-    def _send(self) -> None:
-        """Send the part that is filled; the other one is free once its copy is done."""
-        with self._lock, self._torch.stream(self._incoming):
-            device = self._storages[0].device
-            content = self._parts[0][: len(self._ids)].to(device, non_blocking=True)
-            index, begin = torch.tensor(self._ids, device=device), 0
-            for storage in self._storages:
-                end = begin + storage.shape[1]
-                storage[index] = content[:, begin:end]
-                begin = end
-            self._sent[0].record(self._incoming)
-            if not isinstance(self._lock, nullcontext):
-                self._sent[0].synchronize()
-        self._ids = []
-        self._parts.reverse()
-        self._sent.reverse()
-        self._sent[0].synchronize()
-
-    def _host(self, rows: int) -> Tensor:
-        """Memory for blocks, page-locked where the device gains from it."""
-        is_locked = self._storages[0].device.type == "cuda"
-        return torch.empty((rows, self._block_bytes), dtype=torch.uint8, pin_memory=is_locked)
+        self.pool.hold_back()

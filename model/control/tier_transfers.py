@@ -1,9 +1,9 @@
 """Requests that wait for KV from host memory, disk or a peer, and transfers to and from tiers.
 
-Decides: which loads are worth it: they should be quicker than computing, both as measured while
-running; until both have been measured, a load is tried. When a load is given up: once it has taken
-as long as computing would, so a request waits at most twice as long as without tiers. The number of
-stores at once, and when a store is given up.
+Decides: whether a load is worth it: it should be quicker than computing, behind the loads before
+it. Both rates are measured at the start or while running; a tier of unknown speed is tried once,
+for a twentieth of the time of computing, and one that was too slow is measured again beside
+requests that compute. How much is stored at once, and when loads and stores are given up.
 
 A request that starts and finds more in the tiers than in the pool goes back among the waiting ones:
 its blocks are reserved under a lease, it has no place in the batch, and those behind it go on. When
@@ -42,7 +42,7 @@ from model.control.request import Request
 from model.host import Host
 
 if TYPE_CHECKING:  # not loaded where there are no tiers
-    from kvcore.tiers import Found, LoadJob, PeerServer, StoreJob, TierManager
+    from kvcore.tiers import Found, LoadJob, PeerServer, StoreJob, Tier, TierManager
 
 _LEAST_STEP_TOKENS: Final = 16  # a step with fewer says little about the time of a prefill
 _LEAST_DEADLINE_S: Final = 1.0
@@ -52,7 +52,10 @@ _STORE_DEADLINE_S: Final = 1.0
 _POLL_S: Final = 0.002
 _DRAIN_S: Final = 10.0
 _WEIGHT: Final = 0.3  # of a new measurement
-_FORGIVEN: Final = 0.95  # the factor of the load time after a load that was not worth it
+_FORGOTTEN: Final = 0.99  # of the largest step, at each later one
+_LEAST_TRIAL_S: Final = 0.25
+_TRIAL_SHARE: Final = 0.05  # of computing, that is waited for a tier of unknown speed
+_PROBE_PAUSE_S: Final = 1.0
 _FAILED, _RUNNING, _DONE = 0, 1, 2  # states of a transfer: of several ranks the least counts
 _log = logging.getLogger(__name__)
 
@@ -109,12 +112,16 @@ class TransferCosts:
     Attributes:
         compute_s: seconds a token in a prefill; None: not measured yet.
         load_s: for each tier seconds a byte; a tier is missing until it is measured.
+        doubted: tiers that were too slow, once: nothing is loaded from them until they are measured
+            again.
     """
 
     def __init__(self, copy_bytes: int) -> None:
         self.compute_s: float | None = None
         self.load_s: dict[str, float] = {}
+        self.doubted: set[str] = set()
         self._copy_bytes = copy_bytes
+        self._largest = 0.0  # tokens of a step, lately
 
     def loading_s(self, copies: Mapping[str, int]) -> float | None:
         """Return the seconds that a load of these copies takes; None: unknown. O(tiers)."""
@@ -127,29 +134,45 @@ class TransferCosts:
         """Return the seconds that computing tokens takes; None: unknown. O(1)."""
         return None if self.compute_s is None else self.compute_s * num_tokens
 
-    def deadline_s(self, num_tokens: int, num_copies: int) -> float:
-        """Return the seconds after which a load is given up. O(1)."""
-        longest = self.computing_s(num_tokens)
-        if longest is None:
-            longest = num_copies * self._copy_bytes / _SLOWEST_BYTES_PER_S
-        return max(_LEAST_DEADLINE_S, longest)
+    def deadline_s(self, num_tokens: int, copies: Mapping[str, int]) -> float:
+        """Return the seconds after which a load is given up: of an unknown rate soon. O(tiers)."""
+        computing_s, loading_s = self.computing_s(num_tokens), self.loading_s(copies)
+        if loading_s is not None:
+            return max(_LEAST_DEADLINE_S, 2 * loading_s)
+        if computing_s is not None:
+            return max(_LEAST_TRIAL_S, _TRIAL_SHARE * computing_s)
+        size = sum(copies.values()) * self._copy_bytes
+        return max(_LEAST_DEADLINE_S, size / _SLOWEST_BYTES_PER_S)
 
     def is_worth(self, found: Found, waiting_s: float) -> bool:
-        """Return True if a load is worth it, behind loads that take `waiting_s`. O(tiers)."""
+        """Return True if a load of what was found is worth it, behind loads that take `waiting_s`. O(tiers)."""
+        names = {name for name, count in found.num_copies.items() if count}
         loading_s = self.loading_s(found.num_copies)
         computing_s = self.computing_s(found.num_tokens - found.num_device_tokens)
-        if loading_s is None or computing_s is None or waiting_s + loading_s <= computing_s:
+        if loading_s is None or computing_s is None:
             return True
-        for name, count in found.num_copies.items():
-            if count and waiting_s < computing_s:
-                self.load_s[name] *= _FORGIVEN  # a slow moment does not count for ever
-        return False
+        if loading_s > computing_s:
+            self.doubted |= names  # a slow moment does not count for ever
+        return not names & self.doubted and waiting_s + loading_s <= computing_s
 
     def note_step(self, num_tokens: int, took_s: float) -> None:
-        """Note the time of a step. O(1)."""
-        if num_tokens >= _LEAST_STEP_TOKENS:
+        """Note the time of a step; small ones say little about a prefill. O(1)."""
+        self._largest = max(num_tokens, self._largest * _FORGOTTEN)
+        if num_tokens >= max(_LEAST_STEP_TOKENS, self._largest / 4):
             each, before = took_s / num_tokens, self.compute_s
             self.compute_s = each if before is None else before + _WEIGHT * (each - before)
+
+    def note_rate(self, name: str, size: int, took_s: float) -> None:
+        """Note how long a tier took to return bytes. O(1)."""
+        self.load_s[name] = took_s / size
+        self.doubted.discard(name)
+
+    def note_late(self, copies: Mapping[str, int], took_s: float) -> None:
+        """Note a load of these copies that was given up after some time. O(tiers)."""
+        size = sum(copies.values()) * self._copy_bytes
+        for name in [name for name, count in copies.items() if count and size]:
+            self.load_s[name] = max(self.load_s.get(name, 0.0), took_s / size)
+            self.doubted.add(name)
 
     def note_load(self, copies: Mapping[str, int], took_s: float) -> None:
         """Note the time of a load of this number of copies from each tier. O(tiers)."""
@@ -211,11 +234,15 @@ class _Waiting(_Running["LoadJob"]):
         request: the request.
         sequence: its sequence until then.
         expected_s: the seconds that the load should take.
+        began_s: when it should begin, behind others.
+        num_copies: for each tier the copies that it reads.
     """
 
     request: Request
     sequence: kvcore.KVSequence
     expected_s: float
+    began_s: float
+    num_copies: Mapping[str, int]
 
     @property
     def has_succeeded(self) -> bool:
@@ -305,7 +332,7 @@ class TierTransfers:
         self._loads: dict[Request, _Waiting] = {}
         self._stores: list[_Running[StoreJob]] = []
         self._given_up: list[_Running[StoreJob]] = []  # stores that still have their thread
-        self._began_s = 0.0
+        self._began_s = self._next_probe_s = 0.0
         self._step_marks = deque([tiers.marks()], maxlen=2)  # at the begin of the last two steps
         self._news = self._host.event()
         self._queues = self._host.queue(), self._host.queue()
@@ -379,7 +406,9 @@ class TierTransfers:
         num_new = found.num_tokens - found.num_device_tokens
         waiting_s = sum([load.expected_s for load in self._loads.values()])
         is_worth = not num_new or self.costs.is_worth(found, waiting_s)
-        self.stats.num_not_worth += not is_worth
+        if not is_worth:
+            self.stats.num_not_worth += 1
+            self._probe(found)
         asked = _Asking(sequence, found, found.num_tokens if is_worth else 0, waiting_s)
         if self._ranks is None or self.tiers.most_tokens(sequence) <= found.num_device_tokens:
             if not self._begin(request, asked, asked.num_tokens):
@@ -398,10 +427,13 @@ class TierTransfers:
         if job is None:
             return False
         self._device.began(job)
-        patience_s = self.costs.deadline_s(job.num_tokens, len(job.parts))
+        patience_s = self.costs.deadline_s(job.num_tokens, asked.found.num_copies)
+        began_s = self._host.now_s() + asked.waiting_s
         load = _Waiting(
             job=job,
-            deadline_s=self._host.now_s() + asked.waiting_s + patience_s,
+            began_s=began_s,
+            num_copies=asked.found.num_copies,
+            deadline_s=began_s + patience_s,
             request=request,
             sequence=asked.sequence,
             expected_s=self.costs.loading_s(asked.found.num_copies) or 0.0,
@@ -409,6 +441,22 @@ class TierTransfers:
         self._loads[request] = load
         self._queues[0].put(partial(self._run, load, self._device.load, self._device.mark()))
         return True
+
+    def _probe(self, found: Found) -> None:
+        """Measure the tiers that are doubted, on the thread of loads; now and then. O(tiers)."""
+        now_s = self._host.now_s()
+        if now_s < self._next_probe_s or self._loads:
+            return
+        self._next_probe_s = now_s + _PROBE_PAUSE_S
+        for tier in self.tiers.tiers:
+            if tier.name in self.costs.doubted and found.num_copies[tier.name]:
+                self._queues[0].put(partial(self.measure, tier))
+
+    def measure(self, tier: Tier) -> None:
+        """Measure how long a tier takes to return copies, if it has any. O(their bytes)."""
+        began_s = self._host.now_s()
+        if size := self.tiers.probe(tier):
+            self.costs.note_rate(tier.name, size, self._host.now_s() - began_s)
 
     def give_way(self, order: tuple[float, int]) -> bool:
         """Release blocks for a running request: those of stores, or of the last load behind it.
@@ -484,6 +532,8 @@ class TierTransfers:
         del self._loads[load.request]
         if not self._end_load(load, is_wanted=state == _DONE):
             is_late = not load.is_told and now_s >= load.deadline_s
+            if is_late:
+                self.costs.note_late(load.num_copies, now_s - load.began_s)
             self.stats.num_late_loads += is_late
             self.stats.num_failed_loads += not is_late
         return True
@@ -531,8 +581,8 @@ class TierTransfers:
             self.stats.num_late_stores += not store.is_told
 
     def store(self, now_s: float) -> None:
-        """Begin to store published blocks, unless enough is on its way. O(blocks)."""
-        if len(self._stores) + len(self._given_up) >= _MAX_STORES:
+        """Begin to store published blocks, unless enough is on its way, or a load. O(blocks)."""
+        if self._loads or len(self._stores) + len(self._given_up) >= _MAX_STORES:
             return
         if (job := self.tiers.begin_store()) is not None:
             store = _Running(job=job, deadline_s=now_s + _STORE_DEADLINE_S)

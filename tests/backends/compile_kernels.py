@@ -20,7 +20,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from backends.triton_gpu import copy_blocks, slot_mapping, store_kv
+from backends.oracle import SUM_HIGH, SUM_LOW
+from backends.triton_gpu import copy_blocks, move_blocks, slot_mapping, store_kv
 from backends.triton_gpu.decode import cascade, decode, merge
 from backends.triton_gpu.decode.splits import Cut
 from backends.triton_gpu.hopper.prefill import layout_of
@@ -32,7 +33,7 @@ from backends.triton_gpu.sparse import choose_tokens, score_index
 
 CAPABILITIES = (80, 90)
 SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB
-INT64 = ("slots", "copies", "distances")
+INT64 = ("slots", "copies", "distances", "moves", "places", "sums")
 FLOAT32 = ("partial", "shared_partial", "k_scale", "v_scale", "scales", "sinks")
 FLOATS = ("scale", "soft_cap", "low", "high")
 
@@ -353,6 +354,16 @@ def check_moves(capability):
     made = make(copy_blocks._copy, capability, "i64", sizes, num_warps=copy_blocks.WARPS)
     bound(made, registers=48, shared=0)
     assert made.count("LDG", "E", "128") == made.count("STG", "E", "128") > 0
+    sizes |= {
+        "HOST_STRIDE": 72 * 4096, "CACHES": 72, "PIECES": 2, "WIDTH": 2048, "MASK": -1,
+        "LOW": SUM_LOW, "HIGH": SUM_HIGH,
+    }  # fmt: skip
+    for copies in (True, False):
+        about = sizes | {"TO_HOST": copies, "FROM_HOST": False}
+        made = make(move_blocks._move, capability, "i64", about, num_warps=move_blocks.WARPS)
+        bound(made, registers=48, shared=256)
+        assert made.count("LDG", "E", "128") == 4
+        assert made.count("STG", "E", "128") == 4 * copies
     made = make(slot_mapping._fill, capability, "i64", {"BLOCK_SIZE": 16, "TILE": 128})
     bound(made, registers=40, shared=0)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backends import AttentionTerms, Capabilities, KVCache, PagedBatch
+from backends import AttentionTerms, Capabilities, KVCache, PagedBatch, oracle
 
 
 class HonestBackend:
@@ -60,6 +60,14 @@ class HonestBackend:
         for cache in caches:
             for src, dst in copies.tolist():
                 cache[dst] = cache[src]
+
+    def move_blocks(self, caches, host, moves, sums, *, to_host) -> None:
+        for number, (block_id, host_id) in enumerate(moves.tolist()):
+            parts = [cache[block_id].view(torch.uint8).reshape(-1) for cache in caches]
+            rows = host[host_id].split([part.numel() for part in parts])
+            for part, row in zip(parts, rows, strict=True):
+                (row if to_host else part).copy_(part if to_host else row)
+            sums[number] = oracle.block_sum(parts)
 
     def compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out) -> None:
         out.fill_(-1)

@@ -104,6 +104,11 @@ def main():
     quantised = backends.KVCache(*(cache.to(E4M3) for cache in caches))
     BACKEND.store_kv(rows, rows, quantised, slots[:7])
     BACKEND.copy_blocks(caches, torch.tensor([[3, 4], [8, 2]], device=DEVICE))
+    blocks = sum(cache[0].numel() * 2 for cache in caches)
+    host = torch.zeros(5, blocks, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda")
+    moves, sums = torch.tensor([[3, 4], [8, 2]]), torch.zeros(2, device=DEVICE).long()
+    for to_host in (True, False):
+        BACKEND.move_blocks(caches, host, moves, sums, to_host=to_host)
     missing = {
         name: left
         for name, launcher in launchers()

@@ -300,6 +300,29 @@ class CopiesTheFirstCacheAlone(HonestBackend):
         super().copy_blocks(caches[:1], copies)
 
 
+class MovesBackwards(HonestBackend):
+    def move_blocks(self, caches, host, moves, sums, *, to_host):
+        super().move_blocks(caches, host, moves, sums, to_host=not to_host)
+
+
+class MovesTheFirstCacheAlone(HonestBackend):
+    def move_blocks(self, caches, host, moves, sums, *, to_host):
+        size = caches[0][0].numel() * caches[0].element_size()
+        super().move_blocks(caches[:1], host[:, :size], moves, sums, to_host=to_host)
+
+
+class SumsWithoutPlaces(HonestBackend):
+    def move_blocks(self, caches, host, moves, sums, *, to_host):
+        super().move_blocks(caches, host, moves, sums, to_host=to_host)
+        for number, (_, host_id) in enumerate(moves.tolist()):
+            sums[number] = int(host[host_id].long().sum())
+
+
+class MovesInPairsSwapped(HonestBackend):
+    def move_blocks(self, caches, host, moves, sums, *, to_host):
+        super().move_blocks(caches, host, moves.roll(1, 0), sums, to_host=to_host)
+
+
 class LeavesSlotsUnpadded(HonestBackend):
     def compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out):
         end = int(query_start_loc[-1])
@@ -361,6 +384,10 @@ SABOTAGE = {
     StoresNoMoreOfALatentThanItsValue: "store_kv",
     CopiesBackwards: "copy_blocks",
     CopiesTheFirstCacheAlone: "copy_blocks",
+    MovesBackwards: "move_blocks",
+    MovesTheFirstCacheAlone: "move_blocks",
+    SumsWithoutPlaces: "move_blocks",
+    MovesInPairsSwapped: "move_blocks",
     LeavesSlotsUnpadded: "compute_slot_mapping",
     ComputesSlotsIn32Bits: "compute_slot_mapping",
 }

@@ -280,6 +280,32 @@ def test_copy_blocks_refuses_bad_copies_and_writes_nothing(numba, copies, wanted
     assert torch.equal(bits(cache), before)
 
 
+@pytest.mark.parametrize(
+    ("moves", "to_host", "wanted"),
+    [
+        ([[0, 3]], True, "0 .. 2, which host has"),
+        ([[0, -1]], False, "0 .. 2, which host has"),
+        ([[5, 0]], True, "0 .. 4, which caches has"),
+        ([[0, 1], [2, 1]], True, "each target once"),
+        ([[2, 0], [2, 1]], False, "each target once"),
+    ],
+)
+def test_move_blocks_refuses_bad_moves_and_writes_nothing(numba, moves, to_host, wanted):
+    caches, host = [torch.zeros(5, 8), torch.zeros(5, 2)], torch.ones(3, 40, dtype=torch.uint8)
+    sums = torch.full((len(moves),), 7)
+    with pytest.raises(InvalidArgumentError, match=wanted):
+        numba.move_blocks(caches, host, torch.tensor(moves), sums, to_host=to_host)
+    assert host.all()
+    assert not caches[0].any()
+
+
+def test_move_blocks_refuses_host_memory_of_another_size(numba):
+    host, sums = torch.ones(3, 41, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    caches = [torch.zeros(5, 8), torch.zeros(5, 2)]
+    with pytest.raises(InvalidArgumentError, match=r"host.*\[any, 40\]"):
+        numba.move_blocks(caches, host, torch.tensor([[0, 1]]), sums, to_host=True)
+
+
 def test_copy_blocks_refuses_blocks_with_gaps(numba):
     gaps = torch.zeros(5, 4, 8)[:, :, :6]
     with pytest.raises(InvalidArgumentError, match=r"caches\[1\].*contiguous inside"):

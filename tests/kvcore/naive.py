@@ -721,7 +721,7 @@ class NaiveManager:
 
     def begin_load(self, seq, length, max_steps):
         wanted = self.to_load(seq, length)
-        blocks = dict(zip(wanted, self.pool.take(len(wanted)), strict=True))
+        blocks = dict(zip(wanted, sorted(self.pool.take(len(wanted))), strict=True))
         ends = {key: ((key[1] + 1) * self.groups[key[0]][2], key[0]) for key in wanted}
         held = [blocks[key] for key in sorted(wanted, key=ends.get, reverse=True)]
         for (number, _), block_id in blocks.items():

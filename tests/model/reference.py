@@ -3,6 +3,7 @@
 import torch
 
 import backends
+from backends.oracle import block_sum
 
 
 class ReferenceBackend:
@@ -49,6 +50,14 @@ class ReferenceBackend:
     def copy_blocks(self, caches, copies):
         for cache in caches:
             cache[copies[:, 1]] = cache[copies[:, 0]]
+
+    def move_blocks(self, caches, host, moves, sums, *, to_host):
+        for number, (block_id, host_id) in enumerate(moves.tolist()):
+            parts = [cache[block_id].view(torch.uint8).reshape(-1) for cache in caches]
+            rows = host[host_id].split([part.numel() for part in parts])
+            for part, row in zip(parts, rows, strict=True):
+                (row if to_host else part).copy_(part if to_host else row)
+            sums[number] = block_sum(parts)
 
     def compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out):
         out.fill_(-1)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ import xxhash
 
 import backends
 import kvcore
-from kvcore.tiers import Folder, PeerSession
+from kvcore.tiers import Folder, PeerSession, TierManager
 from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
 from model.caches import tiers as tiers_module
-from model.caches.tiers import HostBlocks, StreamBlocks
+from model.caches.tiers import PooledBlocks
 from model.control.request import FinishReason
 from model.control.submission import salted
 from model.control.tier_transfers import TransferCosts
@@ -245,13 +246,13 @@ def test_a_folder_that_is_removed_while_running_costs_nothing_but_its_copies(tmp
 @pytest.fixture
 def held(monkeypatch):
     """Loads that do not go on before `held.set()`."""
-    event, load = threading.Event(), HostBlocks.load
+    event, load = threading.Event(), PooledBlocks.load
 
     def wait(self, job, mark):
         event.wait(HANG_S)
         load(self, job, mark)
 
-    monkeypatch.setattr(HostBlocks, "load", wait)
+    monkeypatch.setattr(PooledBlocks, "load", wait)
     yield event
     event.set()
 
@@ -372,12 +373,10 @@ def test_a_failure_costs_no_copies_of_before(what, tmp_path, monkeypatch, is_asy
     engine.end()
 
 
-@pytest.mark.parametrize("part_bytes", [1, 1 << 20], ids=["a block at once", "all at once"])
-def test_whole_jobs_move_the_same_bytes(part_bytes, tmp_path, monkeypatch):
-    def stream_blocks(caches, began, lock):
-        return StreamBlocks(caches.storages, began, lock, part_bytes=part_bytes)
-
-    monkeypatch.setattr(tiers_module, "device_of", stream_blocks)
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 20], ids=["a block at once", "all at once"])
+def test_batches_of_any_size_move_the_same_bytes(batch_bytes, tmp_path, monkeypatch):
+    manager = partial(TierManager, batch_bytes=batch_bytes)
+    monkeypatch.setattr(tiers_module, "TierManager", manager)
     engine = make(disk=tmp_path, sanitize=True)
     assert run(engine) == run(make())
     drain(engine)
@@ -534,27 +533,3 @@ def test_a_peer_that_does_not_answer_is_given_up_at_the_deadline(peers, monkeypa
     assert run(second, prompts[-1:]) == wanted[-1:]
     assert (second.tiers.stats.num_late_loads, second.tiers.stats.num_loads) == (1, 0)
     answers.set()
-
-
-class Found:
-    """What `TierManager.find` says of 100 tokens in 10 copies on a disk."""
-
-    num_device_tokens, num_tokens, num_copies = 0, 100, {"disk": 10}
-
-
-def test_a_load_is_chosen_where_it_was_measured_to_be_quicker(monkeypatch):
-    monkeypatch.undo()
-    costs = TransferCosts(1000)
-    assert costs.is_worth(Found, 0.0)  # nothing is known
-    costs.note_step(100, 1.0)
-    assert costs.is_worth(Found, 0.0)
-    costs.note_load({"disk": 10}, 0.5)
-    assert costs.is_worth(Found, 0.4)
-    assert not costs.is_worth(Found, 0.7)
-    costs.note_load({"disk": 10}, 40.0)
-    assert not costs.is_worth(Found, 0.0)
-    refusals = 0
-    while not costs.is_worth(Found, 0.0):
-        refusals += 1
-    assert 0 < refusals < 100  # a slow moment is forgotten
-    assert costs.deadline_s(1000, 10) == pytest.approx(10.0)

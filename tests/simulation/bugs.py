@@ -35,7 +35,7 @@ BUGS = {}
 _own_hash_before = tier_manager._Run._hash_before
 _own_transfer_back = admission._transfer_back
 _own_begin_store, _own_finish_store = TierManager.begin_store, TierManager.finish_store
-_own_run, _own_host_put, _own_write = StoreJob.run, HostTier.put, DiskTier._write
+_own_run, _own_adopt, _own_write = StoreJob.run, HostTier.adopt, DiskTier._write
 _UNSALTED = KVCacheManager(2, 1).open([0]).namespace_key
 
 
@@ -757,12 +757,12 @@ def stores_under_the_next_key(self):
     _own_run(self)
 
 
-@replaces(HostTier, "put")
-def has_no_capacity_any_more(self, key, payload, priority, epoch):
+@replaces(HostTier, "adopt")
+def has_no_capacity_any_more(self, key, copy, priority, epoch):
     """After some copies the capacity is 0, and nothing says so."""
     if self.stats.num_stored >= 3:
         self.stats.capacity_bytes = 0
-    return _own_host_put(self, key, payload, priority, epoch)
+    return _own_adopt(self, key, copy, priority, epoch)
 
 
 @replaces(disk._Pauses, "end")

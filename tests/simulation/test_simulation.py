@@ -53,7 +53,7 @@ _FROM = {  # the first seed that shows a bug
     "PublishesInSilence": 693, "TendsOnlyWhatIsBusy": 18, "stores_the_first_alone": 2,
     "queues_nothing_again": 28, "stores_in_the_first_tier_alone": 5,
     "stores_under_the_next_key": 2, "has_no_capacity_any_more": 2,
-    "never_tries_a_disk_again": 58, "takes_a_failed_write_for_done": 477,
+    "never_tries_a_disk_again": 58, "takes_a_failed_write_for_done": 537,
 }  # fmt: skip
 
 

@@ -4,9 +4,11 @@ A block travels as the number of what it held. A tier takes some time for each c
 then so long that the load is given up; the disk has the faults of `tests/kvcore/tiers`.
 """
 
+from functools import partial
 from random import Random
 
 from kvcore.tiers import DiskTier, HostTier, TierManager
+from kvcore.tiers.tier import read_each
 from model.control.tier_transfers import TierTransfers, TransferCosts
 from tests.kvcore.tiers.faulty_disk import READS, WRITES, FaultyDisk
 
@@ -23,8 +25,8 @@ class Costs(TransferCosts):
         del found, waiting_s
         return True
 
-    def deadline_s(self, num_tokens, num_copies):
-        del num_tokens, num_copies
+    def deadline_s(self, num_tokens, copies):
+        del num_tokens, copies
         return PATIENCE_S
 
 
@@ -72,6 +74,17 @@ class SlowTier:
     def get(self, key, length):
         self._pass(READS, "read_faults")
         return self._tier.get(key, length)
+
+    def begin_read(self, keys, targets):
+        return partial(read_each, self, keys, targets)
+
+    def hold(self, key, length):
+        self._pass((), "")
+        return self._tier.hold(key, length)
+
+    def adopt(self, key, copy, priority, epoch):
+        self._pass((), "")
+        return self._tier.adopt(key, copy, priority, epoch)
 
     def put(self, key, payload, priority, epoch):
         self._pass(WRITES, "write_faults")

@@ -7,7 +7,7 @@ that enters or leaves a tier, at every block that a load has filled, and at ever
 
 import errno
 import sys
-from functools import wraps
+from functools import partial, wraps
 
 import xxhash
 from hypothesis import strategies as st
@@ -47,7 +47,8 @@ PROMPTS = st.builds(prompt, st.integers(5, 15), st.sampled_from([0, 1, 4, 15]))
 
 def numbers_of(tier):
     """The copies of a tier by their numbers: one that was evicted and came again has another."""
-    return {key: getattr(one[0], "number", one[-1]) for key, one in tier.tier._entries.items()}
+    entries = tier.tier._entries.items()
+    return {key: one.number if tier.in_blocks else one[0].number for key, one in entries}
 
 
 def truth(*about):
@@ -90,6 +91,9 @@ class Watched:
     num_puts = 0
 
     def put(self, key, payload, priority, epoch):
+        return self.keep(key, payload, epoch, partial(self.tier.put, key, payload, priority, epoch))
+
+    def keep(self, key, payload, epoch, put):
         wanted = self.machine.true_payloads.get(key)
         if wanted is None:
             raise BrokenError("P37: stored under a key that no prefix of this namespace has")
@@ -98,7 +102,7 @@ class Watched:
         is_old = epoch != self.tier.epoch
         self.num_puts += not is_old
         try:
-            is_kept = self.tier.put(key, payload, priority, epoch)
+            is_kept = put()
         except CrashedError:
             if not is_old:
                 self.machine.since_clear.add(key)  # all of it may be there
@@ -109,15 +113,46 @@ class Watched:
             self.machine.since_clear.add(key)
         return is_kept
 
+    def adopt(self, key, copy, priority, epoch):
+        payload = self.tier.blocks.payload(copy)
+        return self.keep(key, payload, epoch, partial(self.tier.adopt, key, copy, priority, epoch))
+
+    def hold(self, key, length):
+        """As `get`, but that the sums are still to be compared: a job does."""
+        copy = self.tier.hold(key, length)
+        if copy is not None and key not in self.machine.since_clear:
+            raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
+        return copy
+
+    def begin_read(self, keys, targets):
+        """As `get` of each, but that the tier reads them together."""
+        there = [self.tier.contains(key) for key in keys]
+        faults, wait = self.tier.stats.faults.total(), self.tier.begin_read(keys, targets)
+
+        def read():
+            found = wait()
+            for key, target, is_found in zip(keys, targets, found, strict=True):
+                if is_found:
+                    self.check(key, b"".join(target))
+            num_missing = there.count(True) - [*found].count(True)
+            if self.tier.stats.faults.total() - faults < num_missing:
+                raise BrokenError("P37: a record was not served, and that is not counted")
+            return found
+
+        return read
+
+    def check(self, key, payload):
+        if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
+            raise BrokenError("P37: a tier served other bytes than this prefix has")
+        if payload is not None and key not in self.machine.since_clear:
+            raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
+
     meanwhile = None
 
     def get(self, key, length):
         is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()
         payload, meanwhile, self.meanwhile = self.tier.get(key, length), self.meanwhile, None
-        if payload is not None and bytes(payload) != self.machine.true_payloads.get(key):
-            raise BrokenError("P37: a tier served other bytes than this prefix has")
-        if payload is not None and key not in self.machine.since_clear:
-            raise BrokenError("P37: a tier served what was forgotten by a reset, or is not ours")
+        self.check(key, payload)
         if payload is None and is_there and self.tier.stats.faults.total() == faults:
             raise BrokenError("P37: a record was not served, and that is not counted")
         if meanwhile is not None:
@@ -163,6 +198,7 @@ class TierMachine(RuleBasedStateMachine):
         pieces = getattr(groups[-1], "num_blocks", 1) if groups else 1
         self.segment_bytes = 32 + records * (128 + NUM_BYTES * pieces)
         self.capacity = segments * self.segment_bytes
+        self.batch_bytes = NUM_BYTES * (64, 2, 5)[records % 3]
         self.disk = FaultyDisk()
         self.ever_stored = {}  # weights -> keys that a disk may serve
         self.ever_true = {}  # weights -> key -> payload; peers ask for what came before a restart
@@ -196,6 +232,7 @@ class TierMachine(RuleBasedStateMachine):
             block_bytes=NUM_BYTES,
             meaning={"weights": weights},
             max_store_blocks=8,
+            batch_bytes=self.batch_bytes,
         )
         if self.disk.total > capacity:
             raise BrokenError(
@@ -538,6 +575,14 @@ class TierMachine(RuleBasedStateMachine):
         self.serve(new[1], salt, stores=True)
         self.restart("killed", self.weights, 1, 0)
 
+    @rule(which=st.integers(0, 9), bit=st.integers(0, 127))
+    def host_memory_is_overwritten(self, which, bit):
+        """A bit of a copy there flips: it is a miss then, and the copy is dropped."""
+        host = self.tiers.tiers[0].tier
+        copies = [*host._entries.values()] if self.has_host else []
+        if copies:
+            host.blocks.views(copies[which % len(copies)])[0][bit // 8] ^= 1 << bit % 8
+
     @rule(
         room=st.sampled_from([None, 0, 100, 300]),
         refusal=st.sampled_from([None, errno.EROFS, errno.EIO, errno.EDQUOT]),
@@ -604,9 +649,14 @@ class TierMachine(RuleBasedStateMachine):
         check_counts(self.on_disk)
         host = self.tiers.tiers[0].tier
         if self.has_host:
-            held = sum(512 + len(payload) for payload, *_ in host._entries.values())
+            held = sum(512 + NUM_BYTES * len(copy.ids) for copy in host._entries.values())
             if held > host.stats.capacity_bytes or held != host.stats.used_bytes:
                 raise BrokenError("P39: the host tier has more bytes than it may, or counts others")
+        blocks = self.tiers._blocks
+        kept = [copy.ids for copy in host._entries.values()] if self.has_host else []
+        taken = [*blocks._free, *[host_id for ids in kept for host_id in ids]]
+        if sorted(taken) != [*range(blocks._num_used)]:
+            raise BrokenError("P39: blocks of host memory are lost, or have two copies")
 
     def teardown(self):
         if hasattr(self, "tiers") and sys.exc_info()[0] is None:

@@ -4,12 +4,14 @@ The ghosts are those of `machine.py`, one for each; beside them stands what a pe
 """
 
 import os
+from functools import partial
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from kvcore import tiers
 from kvcore.tiers import PeerServer, PeerSession, link
+from kvcore.tiers.tier import read_each
 from tests.kvcore.tiers import faulty_memory
 from tests.kvcore.tiers.faulty_disk import BrokenError
 from tests.kvcore.tiers.faulty_link import FAULTS, FaultyLink
@@ -28,6 +30,9 @@ SECRET = b"what both of them know"
 
 class WatchedPeer(Watched):
     """A peer, and the ghost beside it."""
+
+    def begin_read(self, keys, targets):
+        return partial(read_each, self, keys, targets)
 
     def get(self, key, length):
         is_there, faults = self.tier.contains(key), self.tier.stats.faults.total()

@@ -4,7 +4,17 @@ The threads beside them are those in which the bug was reported. Each is an edit
 and the property that must be seen broken.
 """
 
-from kvcore.tiers import disk, host, jobs, peer, peer_server, record, tier_manager
+from kvcore.tiers import (
+    disk,
+    host,
+    host_blocks,
+    jobs,
+    peer,
+    peer_server,
+    record,
+    record_reader,
+    tier_manager,
+)
 
 PLANTED = {}  # by name: the properties, the story in which it shows, and the edit
 
@@ -16,11 +26,12 @@ def plant(name, prop, *edit):
 # A record is what it says or a miss.
 
 # LMCache/LMCache#4492, #4463: after a restart 38 of 38 answers are corrupt.
-plant("index_takes_the_first_of_two_records", "P37", "faulty_reads", disk.DiskTier, "_read",
-      "fault = fault_of(data, header)", "fault = None")  # fmt: skip
+plant("index_takes_the_first_of_two_records", "P37", "faulty_reads", record_reader.RecordReader,
+      "read", "faults.append(fault_of(head, payload, wanted.header))",
+      "faults.append(None)")  # fmt: skip
 # vllm#54363, #57912: a flipped bit is served, because there is no checksum.
 plant("payload_has_no_checksum", "P37", "faulty_reads", record, "fault_of",
-      'return None if checksum_of(payload) == wanted.checksum else "corrupted"',
+      'return None if checksum_of(*payload) == wanted.checksum else "corrupted"',
       "return None")  # fmt: skip
 # vllm#55904, #55191: files are used again under other weights or another layout.
 plant("meaning_is_not_looked_at", "P37", "other_weights", disk.DiskTier, "_scan_segment",
@@ -44,8 +55,8 @@ plant("a_reset_leaves_host_memory_as_it_is", "P37", "resets", host.HostTier, "cl
 plant("tiers_do_not_hear_of_bad_transfers", "P37", "resets", tier_manager.TierManager, "cleared",
       "tier.clear()", "pass")  # fmt: skip
 # raullenchai/Rapid-MLX#187: what a crash has left is not counted, so it is not seen either.
-plant("misses_are_not_counted", "P37", "faulty_reads", disk.DiskTier, "_read",
-      "self.stats.faults[fault] += 1", "pass")  # fmt: skip
+plant("misses_are_not_counted", "P37", "faulty_reads", disk.DiskTier,
+      "_note_fault", "self.stats.faults[fault] += 1", "pass")  # fmt: skip
 
 # A copy is there when it is there.
 
@@ -62,10 +73,16 @@ plant("loads_count_when_they_are_sent", "P38", "faulty_reads", tier_manager.Tier
       "finish_load", "job.is_whole and", "not job.is_stale and")  # fmt: skip
 # vllm#50754: a load of which a part is missing counts as whole.
 plant("loads_may_lack_a_part", "P38", "faulty_reads", jobs.LoadJob, "run",
-      "all(map(self._load, self.parts))",
-      "any([self._load(part) for part in self.parts])")  # fmt: skip
-plant("pieces_of_a_state_are_all_the_first", "P38", "restarts", jobs.LoadJob, "_load",
-      "payload[number * size : (number + 1) * size]", "payload[:size]")  # fmt: skip
+      "if len(read) > 1 and not self._go_on(read, sent):",
+      "if len(read) > 1 and not self._go_on(read, sent) and not ("
+      "[self._end(each) for each in sent], sent.clear()):")  # fmt: skip
+plant("pieces_of_a_state_are_all_the_first", "P38", "restarts", host_blocks.HostBlocks, "views",
+      "for host_id in copy.ids", "for host_id in copy.ids[:1] * len(copy.ids)")  # fmt: skip
+# Memory that is overwritten by mistake is served.
+plant("sums_of_host_memory_are_not_compared", "P38", "memory_is_overwritten", jobs._Job,
+      "_end_move", "elif copy.sums != sums:", "elif False:")  # fmt: skip
+plant("blocks_of_evicted_copies_are_lost", "P24 P39", "restarts", host_blocks.HostBlocks, "_end",
+      "self._free += copy.ids", "pass")  # fmt: skip
 
 # Bytes are bounded.
 
@@ -81,7 +98,7 @@ plant("a_restart_counts_nothing", "P39", "restarts", disk.DiskTier, "_scan",
 plant("half_a_write_is_not_counted", "P39", "half_writes", disk.DiskTier, "_write",
       "self._files.cut(number, segment.size)", "pass")  # fmt: skip
 plant("host_memory_is_counted_without_its_keys", "P39", "restarts", host.HostTier, "_drop",
-      "len(payload) + ENTRY_BYTES", "len(payload) + 2 * ENTRY_BYTES")  # fmt: skip
+      "block_bytes + ENTRY_BYTES", "block_bytes + 2 * ENTRY_BYTES")  # fmt: skip
 
 # A device that fails for a while costs the tier for a while.
 

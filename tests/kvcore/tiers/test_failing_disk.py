@@ -325,7 +325,7 @@ def test_a_reset_while_the_files_are_out_of_sight_empties_them_later(clock, disk
     disk.read_faults = ["failed"] * 8
     found(tier, range(20))
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "sizes", lambda: disk.read(10**6, 0, 1))
+        patch.setattr(disk, "sizes", lambda: disk.read(10**6, 0, []))
         clock.wait(1)
         assert put(tier, [500]) == 0
         tier.clear()

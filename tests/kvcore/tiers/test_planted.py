@@ -54,6 +54,9 @@ def faulty_reads(life):
         life.restart("killed", "a", 1, 0)
         life.the_disk_misbehaves([], [None, kind, None, kind], False, False)
         life.churn([0, 5])
+        life.restart("killed", "a", 1, 0)
+        life.the_disk_misbehaves([], [kind], False, False)
+        life.serve(prompt(15, 0), SALTS[1], stores=True)
 
 
 def resets(life):
@@ -151,6 +154,18 @@ def fills_up(life):
     life.churn([4, 6, 7, 8])
     come_back(life, share=2)
     life.churn([0, 1, 2, 3])
+
+
+def memory_is_overwritten(life):
+    for number in range(8):
+        life.serve(prompt(15, 0), b"", stores=True)
+        for fork in (1, 2, 3):
+            life.serve(prompt(9, fork), b"tenant", stores=number & 1)
+        for which in range(10):
+            life.host_memory_is_overwritten(which, 13 * which)
+        life.serve(prompt(15, 0), b"", stores=True)
+        life.wait_for_a_load(prompt(15, 0), b"")
+        life.end_load(0, runs=True, closes=False, twice=False)
 
 
 def half_writes(life):
@@ -262,7 +277,7 @@ PEER_STORIES = (
 STORIES = (  # the short ones find most
     restarts, other_weights, faulty_writes, faulty_reads, resets, bad_transfers, waits, late_stores,
     stored_again_after_a_reset, steps_fail, fails_for_good, device_fails, dies, fills_up,
-    half_writes, keeps_what_is_used, outlives_its_copies,
+    half_writes, keeps_what_is_used, outlives_its_copies, memory_is_overwritten,
 )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Tiers on real files: rights, the lock, versions, corrupted bytes, a killed process."""
 
 import random
+from contextlib import contextmanager
+from threading import Event, Thread
 
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore import tiers
 from kvcore.tiers import record
+from tests.hang import HANG_S
 from tests.kvcore.tiers.kills import MEANING, NUM_BYTES, key, kill_once, open_tier, payload_of
 
 
@@ -18,6 +21,54 @@ def test_a_restart_finds_what_was_stored(tmp_path):
     tier.close()
     again = open_tier(tmp_path)
     assert all(again.get(key(number), NUM_BYTES) == payload_of(number) for number in range(50))
+
+
+def test_copies_are_read_together_into_their_places(tmp_path, monkeypatch):
+    """In any order, some of them not there, and with one call for those that lie together."""
+    tier, calls, read = open_tier(tmp_path), [], tiers.Folder.read
+    for number in range(40):
+        tier.put(key(number), payload_of(number), 0, 0)
+    monkeypatch.setattr(tiers.Folder, "read", lambda *args: calls.append(args) or read(*args))
+    numbers = [7, 3, 99, *range(20, 30), 8, 9]
+    memory = memoryview(bytearray(NUM_BYTES * len(numbers)))
+    rows = [memory[n * NUM_BYTES : (n + 1) * NUM_BYTES] for n in range(len(numbers))]
+    targets = [[row[:5], row[5:]] for row in rows]
+    found = tier.begin_read([key(number) for number in numbers], targets)()
+    assert found == [number != 99 for number in numbers]
+    for number, row in zip(numbers, rows, strict=True):
+        assert row == (payload_of(number) if number != 99 else bytes(NUM_BYTES))
+    assert len(calls) < 10
+    assert tier.stats.num_hits == len(numbers) - 1
+    tier.close()
+
+
+def test_a_copy_that_is_evicted_while_it_is_read_is_a_miss_that_is_counted(tmp_path):
+    tier = open_tier(tmp_path)
+    tier.put(key(1), payload_of(1), 0, 0)
+    wait = tier.begin_read([key(1)], [[memoryview(bytearray(NUM_BYTES))]])
+    tier.clear()
+    assert wait() == [True]  # it was read before
+    tier.put(key(1), payload_of(1), 0, tier.epoch)
+    with monkeypatch_of_reads(tier, b"x" * 300):
+        wait = tier.begin_read([key(1)], [[memoryview(bytearray(NUM_BYTES))]])
+        tier.forget(0, [key(1)])
+        assert wait() == [False]
+    assert tier.stats.faults == {"gone": 1}
+    assert tier.stats.is_enabled
+
+
+@contextmanager
+def monkeypatch_of_reads(tier, content):
+    """Reads find other bytes, as where a segment was deleted and another one has its place."""
+
+    def read(number, offset, buffers):
+        for buffer in buffers:
+            buffer[:] = content[: len(buffer)].ljust(len(buffer))
+        return sum(map(len, buffers))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier._files, "read", read)
+        yield
 
 
 def test_files_are_for_their_owner_alone(tmp_path):
@@ -68,6 +119,8 @@ def test_a_capacity_without_room_for_copies_is_refused(tmp_path):
 @pytest.mark.parametrize("make", [open_tier, lambda path: tiers.HostTier(1 << 18)])
 def test_the_lowest_priority_goes_first_and_then_the_least_recently_used(tmp_path, make):
     tier = make(tmp_path)
+    if tier.in_blocks:
+        tier.start(MEANING, NUM_BYTES)
     tier.put(key(0), payload_of(0), 1, 0)
     for number in range(1, 400):
         tier.touch(key(1))
@@ -97,11 +150,15 @@ def test_a_record_with_any_bit_flipped_is_a_miss(place, bit):
     checksum = record.checksum_of(payload)
     header = record.Header(key(7), MEANING, 3, 1, 2, NUM_BYTES, checksum)
     data = bytearray(header.encode() + payload)
-    assert record.fault_of(bytes(data), header) is None
+
+    def fault_of(data):
+        return record.fault_of(data[:128], [memoryview(data)[128:]], header)
+
+    assert fault_of(data) is None
     assert record.decode_header(bytes(data)) == header
     data[place] ^= 1 << bit
-    assert record.fault_of(bytes(data), header) is not None
-    assert record.fault_of(bytes(data[:place]), header) is not None
+    assert fault_of(data) is not None
+    assert fault_of(data[:place]) is not None
 
 
 def test_meanings_are_equal_exactly_if_their_fields_are():
@@ -128,6 +185,62 @@ def test_a_killed_process_leaves_whole_records_or_misses(tmp_path):
         some, whole, first = kill_once(tmp_path, first, dice)
         acknowledged, found = acknowledged + some, found + whole
     assert found >= 0.99 * acknowledged > 0
+
+
+class LateMover:
+    """Moves to the device end when they are let go."""
+
+    def __init__(self):
+        self.inner = tiers.OneByOne(Blocks(), 64)
+        self.has_begun, self.may_end, self.told = Event(), Event(), []
+
+    def allocate(self, num_blocks):
+        return self.inner.allocate(num_blocks)
+
+    def store(self, block_ids, host_ids):
+        return self.inner.store(block_ids, host_ids)
+
+    def sums(self, host_ids):
+        return self.inner.sums(host_ids)
+
+    def free(self):
+        self.inner.free()
+
+    def load(self, host_ids, block_ids):
+        found = self.inner.load(host_ids, block_ids)
+        self.has_begun.set()
+
+        def wait():
+            assert self.may_end.wait(HANG_S)
+            self.told.append("moved")
+            return found()
+
+        return wait
+
+
+def test_a_load_that_is_given_up_has_ended_its_moves():
+    kv, mover = kvcore.KVCacheManager(12, 4), LateMover()
+    how = {"block_bytes": 64, "meaning": {}, "max_store_blocks": 11, "batch_bytes": 128}
+    made = tiers.TierManager(kv, [tiers.HostTier(1 << 16)], mover, **how)
+    for first in (0, 100):  # the second evicts the first
+        compute(kv, first)
+        job = made.begin_store()
+        job.run()
+        made.finish_store(job)
+    job = made.begin_load(kv.open(range(40)))
+    runs = Thread(target=job.run)
+    runs.start()
+    assert mover.has_begun.wait(HANG_S)
+    gives_up = Thread(target=lambda: (job.cancel(), mover.told.append("given up")))
+    gives_up.start()
+    while not job._is_cancelled:
+        gives_up.join(0.001)
+    mover.may_end.set()
+    gives_up.join(HANG_S)
+    runs.join(HANG_S)
+    assert mover.told[0] == "moved"
+    assert not made.finish_load(job)
+    kvcore.check(kv)
 
 
 class Blocks:

@@ -1,0 +1,58 @@
+"""Host memory for blocks: how it is allocated for a GPU, and how blocks move on a CPU."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import backends
+from model.caches import host_memory
+from model.caches.host_memory import HostPool, allocate_host
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_that_cannot_be_page_locked_is_used_with_one_warning(code, monkeypatch, caplog):
+    asked = []
+
+    def register(address, size, flags):
+        asked.append((address, size, flags))
+        return code
+
+    def fail(*_, **__):
+        raise RuntimeError("an error that an earlier call has left")
+
+    runtime = SimpleNamespace(cudart=lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(host_memory, "_cuda", runtime)
+    monkeypatch.setattr(host_memory, "_STEP_BYTES", 8192)
+    monkeypatch.setattr(torch, "zeros", fail)
+    with caplog.at_level(logging.INFO, logger=host_memory.__name__):
+        found = allocate_host(9, 3000, torch.device("cuda"))
+    assert found.shape == (9, 3000)
+    assert not found.any()
+    assert asked == [(found.data_ptr(), 27_000, 0)]
+    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(warnings) == (code != 0)
+    assert all("cannot be page-locked (CUDA error 2)" in each for each in warnings)
+    assert sum("are allocated" in one.getMessage() for one in caplog.records) == 3
+
+
+@pytest.mark.parametrize("sizes", [(64, 32), (6, 10), (7,)])
+def test_blocks_come_back_as_they_were_and_have_the_sum_of_where_they_are(sizes):
+    storages = [torch.randint(0, 255, (9, size), dtype=torch.uint8) for size in sizes]
+    wanted = [storage.clone() for storage in storages]
+    pool = HostPool(backends.get_backend("numba"), storages)
+    memory = pool.allocate(5)
+    assert len(memory) == 5 * sum(sizes)
+    sums = pool.store([3, 8, 1], [4, 0, 2])()
+    assert [*pool.sums([4, 0, 2])] == sums
+    for storage in storages:
+        storage[[3, 8, 1]] = 0
+    wait = pool.load([4, 0, 2], [3, 8, 1])
+    assert wait() == wait() == sums
+    assert all(map(torch.equal, storages, wanted))
+    memory[0] ^= 1
+    assert pool.load([0], [8])() == [*pool.sums([0])] != sums[1:2]
+    pool.free()
+    with pytest.raises(RuntimeError, match="was freed"):
+        pool.load([4], [3])
