@@ -145,7 +145,7 @@ class TransferCosts:
         return max(_LEAST_DEADLINE_S, size / _SLOWEST_BYTES_PER_S)
 
     def is_worth(self, found: Found, waiting_s: float) -> bool:
-        """Return True if a load of what was found is worth it, behind loads that take `waiting_s`. O(tiers)."""
+        """Return True if a load is worth it, behind loads that take `waiting_s`. O(tiers)."""
         names = {name for name, count in found.num_copies.items() if count}
         loading_s = self.loading_s(found.num_copies)
         computing_s = self.computing_s(found.num_tokens - found.num_device_tokens)
