@@ -624,8 +624,10 @@ class AsyncEngine:
             self._announcer.publish()
 
     def _step(self, engine: EngineCore) -> None:
+        began_s = self.host.now_s()
         try:
             outputs = engine.step()
+            engine.note_time(self.host.now_s() - began_s)
         except RankLostError as error:  # nothing goes on without it
             self._post(functools.partial(self._faulted, error))
             raise

@@ -196,6 +196,7 @@ class EngineCore:
         self._has_images = False  # whether any request has had one
         self._failed: list[Output] = []  # of this step, without a pass
         self._next_id = 0
+        self._num_sent = self._num_timed = 0  # tokens: of the last step; that the last call awaited
         self._watch: StepWatch = Unwatched()
         encode = partial(model.codec.encode, adds_special_tokens=False)
         self.bad_words = BadWordReader(encode, vocab_size, model.eos_token_ids)
@@ -453,6 +454,13 @@ class EngineCore:
             outputs, self._failed = [*outputs, *self._failed], []
         return [*outputs, *self._end_overrun()] if self._grammars.texts else outputs
 
+    def note_time(self, took_s: float) -> None:
+        """Note the seconds of the last `step`, from which the budget of shared steps follows. O(1).
+
+        Without it, steps that several clients share have the whole budget.
+        """
+        self._scheduler.shared_budget.note(self._num_timed, took_s)
+
     def _run_step(self) -> list[Output]:
         """Schedule, launch, accept the tokens of the step before, commit, accept those at hand."""
         watch, previous, step = self._watch, self._unread, Step(())
@@ -470,12 +478,14 @@ class EngineCore:
         orders = self._scheduler.advance(step)
         if orders:
             self._runner.copy(orders)
+        before, self._num_sent = self._num_sent, step.num_tokens
         if not self._runner.is_async:
             outputs = self._accept(launched)
         else:
             self._unread = launched if step.chunks else None
             if not self._runner.can_defer_read(launched.sampling):
                 outputs = self._read_at_once(launched, outputs)
+        self._num_timed = before if self._unread is not None else self._num_sent
         if self.tiers is not None:
             self.tiers.end_step(step.num_tokens)
         if (
