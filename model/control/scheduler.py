@@ -355,7 +355,9 @@ class Scheduler:
             prefills = [
                 r
                 for r in self._running
-                if r.num_uncomputed_tokens > 1 and r.request_id not in self._planned
+                if r.num_uncomputed_tokens > 1
+                and r.request_id not in self._planned
+                and r.load is None
             ]
             prefills.reverse()
         may_start = True
