@@ -39,6 +39,7 @@ from model.errors import InvalidArgumentError, ModelError, RankLostError
 from model.host import Host
 from model.pace import STREAM_SHARE, Pace
 from model.token_stream import Delta, Sample, TokenStream
+from model.turns import in_turn
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore, Output
@@ -386,8 +387,8 @@ class AsyncEngine:
 
         texts = [one.prompt for one in asked if isinstance(one.prompt, str)]
         if sum(map(len, texts)) + sum(map(len, asked[0].params.bad_words)) <= _LONG_TEXT:
-            return list(map(encoded, asked))
-        return await asyncio.to_thread(lambda: list(map(encoded, asked)))
+            return await in_turn(lambda: list(map(encoded, asked)), is_long=False)
+        return await in_turn(lambda: list(map(encoded, asked)))
 
     async def _compile(self, asked: Sequence[Submission]) -> list[Compiled]:
         """Compile grammars beside the steps; none is compiled twice while the caller holds it."""

@@ -316,6 +316,15 @@ class EngineCore:
         """The most images of a prompt, and the most bytes of one. O(1)."""
         return 0, 0
 
+    def check_images(self, count: int) -> None:
+        """Raise unless a prompt may have this number of images. O(1).
+
+        Raises:
+            InvalidArgumentError: it may not.
+        """
+        if count:
+            raise InvalidArgumentError("image: this engine takes text alone")
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -336,8 +345,7 @@ class EngineCore:
         Raises:
             InvalidArgumentError: the template refuses the messages, or an image is refused.
         """
-        if images:
-            raise InvalidArgumentError("image: this engine takes text alone")
+        self.check_images(len(images))
         codec = self._model.codec
         return codec.encode_chat(messages, opens_answer=opens_answer, options=options), None
 
@@ -358,6 +366,7 @@ class EngineCore:
         tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted text that is not empty, got ''")
+        self._scheduler.check_positions(len(tokens), params.max_tokens)
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
             self.check_grammar(params.grammar)

@@ -803,12 +803,28 @@ class Scheduler:
         self._run(follower)
         self.stats.num_forks += 1
 
+    def check_positions(self, prompt: int, new: int) -> None:
+        """Refuse a request with more tokens than the model has positions. O(1).
+
+        Args:
+            prompt: the number of tokens of its prompt.
+            new: the most tokens of its output.
+
+        Raises:
+            RequestTooLongError: it has more.
+        """
+        limit = self.config.max_model_len
+        if limit is not None and prompt + new > limit:
+            raise RequestTooLongError(
+                f"prompt of {prompt} tokens plus max_tokens {new} exceeds the model's {limit} "
+                "positions"
+            )
+
     def _check_length(self, request: Request) -> None:
-        total, limit = request.max_total_tokens, self.config.max_model_len
+        total = request.max_total_tokens
         prompt, new = request.num_prompt_tokens, request.params.max_tokens
+        self.check_positions(prompt, new)
         what = f"prompt of {prompt} tokens plus max_tokens {new}"
-        if limit is not None and total > limit:
-            raise RequestTooLongError(f"{what} exceeds the model's {limit} positions")
         edge = self.config.long_above
         if edge is not None and not self.config.may_cross and prompt <= edge < total - 1:
             raise RequestTooLongError(

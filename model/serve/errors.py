@@ -25,6 +25,10 @@ from model.errors import (
     RequestTooLongError,
     shown,
 )
+from model.turns import ClientGoneError
+
+CLIENT_GONE = 499
+"""The status in the access log of an answer whose client has gone, as in nginx."""
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
@@ -153,6 +157,8 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
         if isinstance(error, RefusedBodyError):
             if isinstance(error.error, RequestValidationError):
                 return await of_validation(request, error.error)
+            if isinstance(error.error, ClientGoneError):
+                return await of_gone(request, error.error)
             return api_error(error.error).response()
         if not isinstance(error, HTTPException):
             raise error
@@ -161,11 +167,16 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
             detail = f"{request.url.path[:_MOST_OF_PATH]}: this server has no such path"
         return ApiError(error.status_code, detail).response()
 
+    async def of_gone(_: Request, error: Exception) -> Response:
+        del error  # it has nothing to say, and there is no reader
+        return Response(status_code=CLIENT_GONE)
+
     async def of_ours(_: Request, error: Exception) -> Response:
         return api_error(error).response()
 
     app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)
+    app.add_exception_handler(ClientGoneError, of_gone)
     for kind in (ApiError, ModelError, Exception):
         app.add_exception_handler(kind, of_ours)
 
