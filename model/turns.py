@@ -100,6 +100,7 @@ class Turns:
             if caller.has_left():
                 raise ClientGoneError
             if not is_long:
+                await asyncio.sleep(0)  # the turn lasts until others have had the event loop
                 return work()
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 

@@ -51,7 +51,7 @@ from model.control.clients import FairOrder, turns_of
 from model.control.config import SchedulerConfig
 from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import FinishReason, Request, Status
-from model.control.shares import RECENT_STEPS, Shares, StepBudget
+from model.control.shares import LEAST_TOKENS, RECENT_STEPS, Shares, StepBudget
 from model.control.step import (
     Chunk,
     SchedulerStats,
@@ -99,7 +99,8 @@ class Scheduler:
         self._clients = FairOrder(config.priority_span)
         self._keeps_time = kv.stats().lifetimes is not None  # or blocks are kept for some steps
         self._budget = 0
-        self._num_shared = 0  # steps for which the clients share; another one was there lately
+        self._num_shared = 0  # steps for which the clients share; several were there lately
+        self._last_client: str | None = None  # of the last request that was added
         self._shares: Shares | None = None  # of this step, while prefills are planned
         self._planned: dict[int, Chunk] = {}
         self._stores: list[Transfer] = []
@@ -182,6 +183,9 @@ class Scheduler:
         self._check_length(request)
         number = self._num_added
         self._num_added += 1
+        if number and request.client != self._last_client:
+            self._num_shared = RECENT_STEPS
+        self._last_client = request.client
         turns = 1 if leader is not None else turns_of(request.num_prompt_tokens)
         request.order = (self._clients.add(request.client, request.priority, turns), number)
         self._unfinished[request.request_id] = request
@@ -261,7 +265,9 @@ class Scheduler:
             self._no_room = None
         self._budget = self.config.max_num_batched_tokens
         self._planned, self._stores, self._loads = {}, [], []
-        self._num_shared = RECENT_STEPS if self._clients.num_clients > 1 else self._num_shared - 1
+        self._num_shared -= 1
+        if self._clients.num_clients > 1:
+            self._num_shared = RECENT_STEPS
         self._admission.begin_step()
         if self.config.long_above is not None:
             self._restart_long()
@@ -327,9 +333,10 @@ class Scheduler:
         if self._num_shared <= 0:
             self._plan_in_order()
             return
-        decodes = len(self._planned)
-        budget = min(self._budget, max(1, self.shared_budget.tokens - decodes))
-        self._shares = Shares(self._wanted(), budget)
+        wanted = self._wanted()
+        least, left = LEAST_TOKENS * len(wanted), self.shared_budget.tokens - len(self._planned)
+        budget = min(self._budget, max(least, left))
+        self._shares = Shares(wanted, budget)
         self._plan_in_order()
         if 0 < self._shares.left < budget:
             self._shares.join()

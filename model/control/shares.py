@@ -21,7 +21,9 @@ STEP_S = 0.03
 RECENT_STEPS = 1000
 """The number of steps after which a client that has left is forgotten."""
 
-_LEAST_TOKENS = 16
+LEAST_TOKENS = 32
+"""The tokens that a client may have of a step at least: in smaller pieces prompts take longer."""
+
 _MOST_GROWTH, _MOST_LOSS = 2, 8  # factors by which one step may change the budget
 
 
@@ -32,7 +34,7 @@ class StepBudget:
         most: the most tokens of any step.
 
     Attributes:
-        tokens: the budget, from 16 to `most`. Other ranks are given it and measure nothing.
+        tokens: the budget, from 32 to `most`. Other ranks are given it and measure nothing.
     """
 
     def __init__(self, most: int) -> None:
@@ -51,7 +53,7 @@ class StepBudget:
         if 2 * num_tokens < self.tokens and fits > num_tokens:
             return
         fits = min(max(fits, self.tokens / _MOST_LOSS), self.tokens * _MOST_GROWTH)
-        self.tokens = min(max(int(fits), _LEAST_TOKENS), self._most)
+        self.tokens = min(max(int(fits), LEAST_TOKENS), self._most)
 
 
 class Shares:

@@ -134,6 +134,8 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
         return ApiError(503, message, code="not_serving")
     if isinstance(error, EngineFaultError):
         return ApiError(500, message, code="engine_fault")
+    if isinstance(error, ClientGoneError):
+        return ApiError(CLIENT_GONE, "request: its client has left", code="client_gone")
     _log.error("a request failed; this is a bug in kvcore", exc_info=error)
     return ApiError(500, "internal error of the server", code="internal_error")
 
@@ -157,9 +159,7 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
         if isinstance(error, RefusedBodyError):
             if isinstance(error.error, RequestValidationError):
                 return await of_validation(request, error.error)
-            if isinstance(error.error, ClientGoneError):
-                return await of_gone(request, error.error)
-            return api_error(error.error).response()
+            return await of_ours(request, error.error)
         if not isinstance(error, HTTPException):
             raise error
         detail = str(error.detail)
@@ -167,17 +167,12 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
             detail = f"{request.url.path[:_MOST_OF_PATH]}: this server has no such path"
         return ApiError(error.status_code, detail).response()
 
-    async def of_gone(_: Request, error: Exception) -> Response:
-        del error  # it has nothing to say, and there is no reader
-        return Response(status_code=CLIENT_GONE)
-
     async def of_ours(_: Request, error: Exception) -> Response:
         return api_error(error).response()
 
     app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)
-    app.add_exception_handler(ClientGoneError, of_gone)
-    for kind in (ApiError, ModelError, Exception):
+    for kind in (ApiError, ModelError, ClientGoneError, Exception):
         app.add_exception_handler(kind, of_ours)
 
 

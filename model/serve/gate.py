@@ -19,6 +19,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -27,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.serve.config import ServeConfig
 from model.serve.errors import ApiError
-from model.turns import Turns
+from model.turns import ClientGoneError, Turns, in_turn
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics", "/favicon.ico"})
 OPEN_PREFIXES = ("/page/",)
@@ -79,6 +80,10 @@ def client_of(scope: Scope, headers: Headers, config: ServeConfig) -> str | None
     return str(address)
 
 
+def _nothing() -> None:
+    """Do nothing: many requests of one client come to the application one by one."""
+
+
 def _stays() -> bool:
     """Return False: it is not known whether the client has left."""
     return False
@@ -124,6 +129,8 @@ class Gate:
         try:
             if self._is_open(scope) or self._has_key(headers):
                 with self._turns.caller(client, state.get("has_left", _stays)):
+                    with suppress(ClientGoneError):  # the application finds it, too
+                        await in_turn(_nothing, is_long=False)
                     await self._app(scope, body.receive, passage.send)
             else:
                 refusal = ApiError(401, "Authorization: wanted Bearer and a key of this server")

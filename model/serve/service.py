@@ -189,13 +189,15 @@ class Service:
 
         parts = await in_turn(images, is_long=len(messages) >= _MANY)
         try:
+            away = [part for part in parts if not part.is_here]
+            if away:
+                self._check_urls()
             engine.check_images(len(parts))
             for part in parts:
                 if part.is_here:
                     part.check(engine.image_limits[1])
                     await in_turn(partial(part.open, self.fetch))
             run = partial(asyncio.get_running_loop().run_in_executor, self._openers)
-            away = [part for part in parts if not part.is_here]
             await asyncio.gather(*[run(part.open, self.fetch) for part in away])
             return await in_turn(encoded)
         except InvalidArgumentError as error:
@@ -207,8 +209,12 @@ class Service:
         Raises:
             InvalidArgumentError: it is not, or they cannot be had.
         """
+        self._check_urls()
+        return fetch(url, self.engine.engine.image_limits[1], self.config.image_url_timeout_s)
+
+    def _check_urls(self) -> None:
+        """Refuse URLs of images, unless they may be fetched. O(1)."""
         if not self.config.allow_image_urls:
             raise InvalidArgumentError(
                 "image_url: wanted a data: URL; --allow-image-urls allows others"
             )
-        return fetch(url, self.engine.engine.image_limits[1], self.config.image_url_timeout_s)

@@ -1,4 +1,4 @@
-"""`python -m tests.model.serve.hostile.floods`: a polite client's wait beside floods of another one.
+"""`python -m tests.model.serve.hostile.floods`: a polite client beside floods of another.
 
 Starts a server with the tiny model and two API keys. For each flood, several requests of one client
 are sent at once, and then the other client asks for one token, again and again until the flood is
@@ -21,7 +21,7 @@ from model.tiny import CHECKPOINT_DIR
 from tests.bench.server import free_port, until_ready
 from tests.model.serve.hostile.attacks import CHAT, KEY, POLITE_KEY, TEXT, raw
 
-WORDS = "the function open returns a file object with text lines and raises errors if".split()
+WORDS = ("the", "function", "open", "returns", "a", "file", "object", "with", "text", "lines")
 IMAGE = "data:image/png;base64," + "A" * 4_000_000
 
 
@@ -170,16 +170,17 @@ def main():
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         log, port = Path(work) / "log", free_port()
-        command = [sys.executable, "-m", "model.serve", "--model", str(CHECKPOINT_DIR), "--port",
-                   str(port), "--api-key", KEY, "--api-key", POLITE_KEY, *options.flags]  # fmt: skip
+        command = [sys.executable, "-m", "model.serve", "--model", str(CHECKPOINT_DIR)]
+        command += ["--port", str(port), "--api-key", KEY, "--api-key", POLITE_KEY, *options.flags]
         with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as server:
             try:
                 until_ready(f"http://127.0.0.1:{port}", server, log)
                 for name in ["nothing", *filter(lambda one: options.only in one, FLOODS)]:
                     took, statuses = asyncio.run(flooded(port, server.pid, name, options.rounds))
                     middle, most = (1000 * each for each in (statistics.median(took), max(took)))
-                    print(f"{name:34} {middle:6.0f} {most:6.0f} ms of {len(took):3}, {statuses}",
-                          flush=True)  # fmt: skip
+                    told = f"{name:34} {middle:6.0f} {most:6.0f} ms of {len(took):3}, {statuses}"
+                    sys.stdout.write(f"{told}\n")
+                    sys.stdout.flush()
             finally:
                 server.terminate()
 
