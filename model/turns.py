@@ -1,9 +1,9 @@
 """Turns: what a server computes beside the engine, one client after another.
 
-Decides: of each client one piece of work runs at a time, in the order of its requests, so a client
-with many waits for itself. A long piece runs on a thread, a short one on the event loop, which
-serves what has come from others before the next piece of the same client. Work whose client has
-left is not begun.
+Decides: a few pieces of each client's work run at a time, in the order of its requests, so a client
+with many waits for itself. A long piece runs on a thread, two of each client at most; a short one
+on the event loop, which serves what has come from others before the next one of the same client.
+Short ones do not wait for long ones. Work whose client has left is not begun.
 
 The caller is known by a context variable: what is called for a request finds it, whatever is
 between. Without one, work runs at once.
@@ -18,13 +18,14 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_NUM_THREADS = 4
+_NUM_THREADS = 8
+_MOST_LONG = 2  # long pieces of one client at once
 _T = TypeVar("_T")
 
 
@@ -34,9 +35,9 @@ class ClientGoneError(Exception):
 
 @dataclass(slots=True)
 class _Lane:
-    """The work of one client: what runs, and what waits for it."""
+    """The work of one client, short or long: what runs, and what waits for it."""
 
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    places: asyncio.Semaphore
     num_users: int = 0
 
 
@@ -61,13 +62,13 @@ class Turns:
     """The lanes of all clients of one event loop."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str | None, _Lane] = {}
+        self._lanes: dict[tuple[str | None, bool], _Lane] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "turns")
 
     @property
     def num_clients(self) -> int:
-        """The number of clients whose work runs or waits. O(1)."""
-        return len(self._lanes)
+        """The number of clients whose work runs or waits. O(that)."""
+        return len({client for client, _ in self._lanes})
 
     @contextmanager
     def caller(self, client: str | None, has_left: Callable[[], bool]) -> "Iterator[None]":
@@ -79,16 +80,19 @@ class Turns:
             _CALLER.reset(token)
 
     @asynccontextmanager
-    async def _turn(self, client: str | None) -> AsyncIterator[None]:
-        lane = self._lanes.setdefault(client, _Lane())
+    async def _turn(self, client: str | None, *, is_long: bool) -> AsyncIterator[None]:
+        key = (client, is_long)
+        if key not in self._lanes:
+            self._lanes[key] = _Lane(asyncio.Semaphore(_MOST_LONG if is_long else 1))
+        lane = self._lanes[key]
         lane.num_users += 1
         try:
-            async with lane.lock:
+            async with lane.places:
                 yield
         finally:
             lane.num_users -= 1
             if not lane.num_users:
-                del self._lanes[client]
+                del self._lanes[key]
 
     async def run(self, caller: _Caller, work: Callable[[], _T], *, is_long: bool) -> _T:
         """Run a piece of work in its client's turn.
@@ -96,7 +100,7 @@ class Turns:
         Raises:
             ClientGoneError: the client has left before that.
         """
-        async with self._turn(caller.client):
+        async with self._turn(caller.client, is_long=is_long):
             if caller.has_left():
                 raise ClientGoneError
             if not is_long:
