@@ -1,9 +1,9 @@
 """Turns: what a server computes beside the engine, one client after another.
 
-Decides: a few pieces of each client's work run at a time, in the order of its requests, so a client
-with many waits for itself. A long piece runs on a thread, two of each client at most; a short one
-on the event loop, which serves what has come from others before the next one of the same client.
-Short ones do not wait for long ones. Work whose client has left is not begun.
+Decides: of each client one long piece of work runs at a time, on a thread, and one short one, on
+the event loop, which serves what has come from others before the next; each in the order of its
+requests, so a client with many waits for itself. Short ones do not wait for long ones. Work whose
+client has left is not begun.
 
 The caller is known by a context variable: what is called for a request finds it, whatever is
 between. Without one, work runs at once.
@@ -18,14 +18,13 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NUM_THREADS = 8
-_MOST_LONG = 2  # long pieces of one client at once
 _T = TypeVar("_T")
 
 
@@ -37,7 +36,7 @@ class ClientGoneError(Exception):
 class _Lane:
     """The work of one client, short or long: what runs, and what waits for it."""
 
-    places: asyncio.Semaphore
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_users: int = 0
 
 
@@ -82,12 +81,10 @@ class Turns:
     @asynccontextmanager
     async def _turn(self, client: str | None, *, is_long: bool) -> AsyncIterator[None]:
         key = (client, is_long)
-        if key not in self._lanes:
-            self._lanes[key] = _Lane(asyncio.Semaphore(_MOST_LONG if is_long else 1))
-        lane = self._lanes[key]
+        lane = self._lanes.setdefault(key, _Lane())
         lane.num_users += 1
         try:
-            async with lane.places:
+            async with lane.lock:
                 yield
         finally:
             lane.num_users -= 1

@@ -64,7 +64,7 @@ MODEL_LAYERS = (
     ("load",),
     ("compile", "sample"),
     ("forward",),
-    ("pace", "token_stream"),
+    ("pace", "token_stream", "turns"),
     ("engine_core",),
     ("async_engine", "twins"),
     ("engine",),
