@@ -386,9 +386,8 @@ class AsyncEngine:
             )
 
         texts = [one.prompt for one in asked if isinstance(one.prompt, str)]
-        if sum(map(len, texts)) + sum(map(len, asked[0].params.bad_words)) <= _LONG_TEXT:
-            return await in_turn(lambda: list(map(encoded, asked)), is_long=False)
-        return await in_turn(lambda: list(map(encoded, asked)))
+        size = sum(map(len, texts)) + sum(map(len, asked[0].params.bad_words))
+        return await in_turn(lambda: list(map(encoded, asked)), is_long=size > _LONG_TEXT)
 
     async def _compile(self, asked: Sequence[Submission]) -> list[Compiled]:
         """Compile grammars beside the steps; none is compiled twice while the caller holds it."""
@@ -625,8 +624,8 @@ class AsyncEngine:
             self._announcer.publish()
 
     def _step(self, engine: EngineCore) -> None:
-        began_s = self.host.now_s()
         try:
+            began_s = self.host.now_s()
             outputs = engine.step()
             engine.note_time(self.host.now_s() - began_s)
         except RankLostError as error:  # nothing goes on without it
