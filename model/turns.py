@@ -16,13 +16,10 @@ Does not know: HTTP, the work.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
 
 _NUM_THREADS = 8
 _T = TypeVar("_T")
@@ -69,14 +66,9 @@ class Turns:
         """The number of clients whose work runs or waits. O(that)."""
         return len({client for client, _ in self._lanes})
 
-    @contextmanager
-    def caller(self, client: str | None, has_left: Callable[[], bool]) -> "Iterator[None]":
-        """Have the body work for a client, with the tasks that it begins. O(1)."""
-        token = _CALLER.set(_Caller(self, client, has_left))
-        try:
-            yield
-        finally:
-            _CALLER.reset(token)
+    def work_for(self, client: str | None, has_left: Callable[[], bool]) -> None:
+        """Have this task, and those that it begins, work for a client from now on. O(1)."""
+        _CALLER.set(_Caller(self, client, has_left))
 
     @asynccontextmanager
     async def _turn(self, client: str | None, *, is_long: bool) -> AsyncIterator[None]:

@@ -128,10 +128,10 @@ class Gate:
         client = client_of(scope, headers, self._config)
         try:
             if self._is_open(scope) or self._has_key(headers):
-                with self._turns.caller(client, state.get("has_left", _stays)):
-                    with suppress(ClientGoneError):  # the application finds it, too
-                        await in_turn(_nothing, is_long=False)
-                    await self._app(scope, body.receive, passage.send)
+                self._turns.work_for(client, state.get("has_left", _stays))
+                with suppress(ClientGoneError):  # the application finds it, too
+                    await in_turn(_nothing, is_long=False)
+                await self._app(scope, body.receive, passage.send)
             else:
                 refusal = ApiError(401, "Authorization: wanted Bearer and a key of this server")
                 await refusal.response()(scope, receive, passage.send)

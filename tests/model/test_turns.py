@@ -14,8 +14,8 @@ def asked(turns, client, work, has_left=lambda: False, *, is_long=False):
     """A task that has a piece of work done for a client."""
 
     async def run():
-        with turns.caller(client, has_left):
-            return await in_turn(work, is_long=is_long)
+        turns.work_for(client, has_left)
+        return await in_turn(work, is_long=is_long)
 
     return asyncio.ensure_future(run())
 
