@@ -625,9 +625,7 @@ class AsyncEngine:
 
     def _step(self, engine: EngineCore) -> None:
         try:
-            began_s = self.host.now_s()
-            outputs = engine.step()
-            engine.note_time(self.host.now_s() - began_s)
+            outputs = engine.timed_step(self.host.now_s)
         except RankLostError as error:  # nothing goes on without it
             self._post(functools.partial(self._faulted, error))
             raise

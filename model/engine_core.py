@@ -463,11 +463,15 @@ class EngineCore:
             outputs, self._failed = [*outputs, *self._failed], []
         return [*outputs, *self._end_overrun()] if self._grammars.texts else outputs
 
-    def note_time(self, took_s: float) -> None:
-        """Note the seconds of the last `step`, from which the budget of shared steps follows. O(1).
+    def timed_step(self, now_s: Callable[[], float]) -> list[Output]:
+        """Run a step; the budget of steps that clients share follows from its time, by a clock."""
+        began_s = now_s()
+        outputs = self.step()
+        self.note_time(now_s() - began_s)
+        return outputs
 
-        Without it, steps that several clients share have the whole budget.
-        """
+    def note_time(self, took_s: float) -> None:
+        """Note the seconds of the last step. O(1)."""
         self._scheduler.shared_budget.note(self._num_timed, took_s)
 
     def _run_step(self) -> list[Output]:

@@ -40,7 +40,6 @@ Does not know: torch, text, how a token is computed or sampled, how a block is c
 
 import math
 from bisect import bisect_right, insort
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from operator import attrgetter
@@ -51,7 +50,7 @@ from model.control.clients import FairOrder, turns_of
 from model.control.config import SchedulerConfig
 from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import FinishReason, Request, Status
-from model.control.shares import LEAST_TOKENS, RECENT_STEPS, Shares, StepBudget
+from model.control.shares import LEAST_TOKENS, RECENT_STEPS, Shares, StepBudget, wanted_tokens
 from model.control.step import (
     Chunk,
     SchedulerStats,
@@ -216,7 +215,11 @@ class Scheduler:
         if self._unfinished.get(request.request_id) is not request:
             raise InvalidArgumentError(f"request: {request!r} was not added to this scheduler")
         del self._unfinished[request.request_id]
-        self._end_turns(request)
+        asked, got = turns_of(request.num_prompt_tokens), turns_of(request.num_tokens)
+        turns = 1 if request.leader is not None else asked
+        has_run, place = request.status is not Status.WAITING, request.order[0]
+        about = request.client, request.priority, place, turns
+        self._clients.end(*about, has_run=has_run, more=got - asked)
         self._followers.pop(request.request_id, None)
         for queue in (self._running, self._waiting):
             if request in queue:  # of none, if a plan was broken off while it changed its place
@@ -232,18 +235,6 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.discard(request)
         return True
-
-    def _end_turns(self, request: Request) -> None:
-        """Note what a request that ends has taken of the turns of its client. O(1)."""
-        turns = 1 if request.leader is not None else turns_of(request.num_prompt_tokens)
-        self._clients.end(
-            request.client,
-            request.priority,
-            request.order[0],
-            turns,
-            has_run=request.status is not Status.WAITING,
-            more=turns_of(request.num_tokens) - turns_of(request.num_prompt_tokens),
-        )
 
     def schedule(self) -> Step:
         """Plan the next step and take its blocks. O(num_running + tokens of the admitted prompts).
@@ -333,7 +324,7 @@ class Scheduler:
         if self._num_shared <= 0:
             self._plan_in_order()
             return
-        wanted = self._wanted()
+        wanted = wanted_tokens(self._running, self._waiting)
         least, left = LEAST_TOKENS * len(wanted), self.shared_budget.tokens - len(self._planned)
         budget = min(self._budget, max(least, left))
         self._shares = Shares(wanted, budget)
@@ -343,17 +334,6 @@ class Scheduler:
             self._plan_in_order()
         self._budget = max(0, min(self._budget, self._shares.left))  # what drafts may have
         self._shares = None
-
-    def _wanted(self) -> Counter[str | None]:
-        """Return the tokens of prompts that each client could have computed. O(num_unfinished)."""
-        wanted: Counter[str | None] = Counter()
-        for request in self._running:
-            if request.num_uncomputed_tokens > 1:
-                wanted[request.client] += request.num_uncomputed_tokens
-        for request in self._waiting:
-            if not request.is_led:
-                wanted[request.client] += request.num_tokens
-        return wanted
 
     def _plan_in_order(self) -> None:
         """Plan prefills and starts in order; the first that cannot start holds up those behind."""

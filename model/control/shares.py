@@ -10,10 +10,13 @@ want of blocks or because of prefix cache hits, is for all.
 Invariants: every client that wants a token has one; a client alone, with no other one lately, has
 the whole budget of a step.
 
-Does not know: requests, clocks, blocks.
+Does not know: clocks, blocks.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from model.control.request import Request
 
 STEP_S = 0.03
 """The seconds that a step should take while there are several clients."""
@@ -96,3 +99,15 @@ def fair_shares(wanted: Mapping[str | None, int], budget: int) -> dict[str | Non
         shares[client] = max(1, min(wanted[client], budget // (len(wanted) - len(shares))))
         budget = max(0, budget - shares[client])
     return shares
+
+
+def wanted_tokens(running: Iterable[Request], waiting: Iterable[Request]) -> Counter[str | None]:
+    """Return the tokens of prompts that each client could have computed. O(requests)."""
+    wanted: Counter[str | None] = Counter()
+    for request in running:
+        if request.num_uncomputed_tokens > 1:
+            wanted[request.client] += request.num_uncomputed_tokens
+    for request in waiting:
+        if not request.is_led:
+            wanted[request.client] += request.num_tokens
+    return wanted

@@ -108,12 +108,13 @@ class MeasuresNothing(Scheduler):
 class LeavesOutThoseWhoWait(Scheduler):
     """Requests that have not begun have no share."""
 
-    def _wanted(self):
-        waiting, self._waiting = self._waiting, []
+    def _plan_others(self):
+        wanted = module.wanted_tokens
+        module.wanted_tokens = lambda running, _: wanted(running, ())
         try:
-            return super()._wanted()
+            super()._plan_others()
         finally:
-            self._waiting = waiting
+            module.wanted_tokens = wanted
 
 
 class SharesTheWholeBudget(Scheduler):
