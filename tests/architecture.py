@@ -146,7 +146,7 @@ BUDGETS = {
     "lines of model/sample": 2_500,
     "lines of model/serve": 5_863,
     "lines of model/tiny": 43,
-    "lines of tests": 86_201,
+    "lines of tests": 86_202,
     "lines of the product": 80_028,
     "arrows between folders of model": 81,
     "docstrings that begin with What, Whether or See": 178,
