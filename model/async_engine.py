@@ -38,6 +38,7 @@ from model.errors import InvalidArgumentError, ModelError, RankLostError
 from model.host import Host
 from model.pace import STREAM_SHARE, Pace
 from model.token_stream import Delta, Sample, TokenStream
+from model.turns import in_turn
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore, Output
@@ -381,9 +382,8 @@ class AsyncEngine:
             )
 
         texts = [one.prompt for one in asked if isinstance(one.prompt, str)]
-        if sum(map(len, texts)) + sum(map(len, asked[0].params.bad_words)) <= _LONG_TEXT:
-            return list(map(encoded, asked))
-        return await asyncio.to_thread(lambda: list(map(encoded, asked)))
+        size = sum(map(len, texts)) + sum(map(len, asked[0].params.bad_words))
+        return await in_turn(lambda: list(map(encoded, asked)), is_long=size > _LONG_TEXT)
 
     async def _compile(self, asked: Sequence[Submission]) -> list[Compiled]:
         """Compile grammars beside the steps; none is compiled twice while the caller holds it."""
@@ -628,7 +628,7 @@ class AsyncEngine:
 
     def _step(self, engine: EngineCore) -> None:
         try:
-            outputs = engine.step()
+            outputs = engine.timed_step(self.host.now_s)
         except Exception as error:  # a fault costs the requests it meets
             self._post(functools.partial(self._faulted, error))
             if isinstance(error, RankLostError):  # nothing goes on without it

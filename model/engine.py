@@ -19,7 +19,7 @@ from model.caches.memory import MemoryPlan, plan_memory
 from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.config import EngineConfig, SchedulerConfig
 from model.control.drafts import Drafter, NgramDrafts
-from model.control.images import PromptImages
+from model.control.images import PromptImages, check_count
 from model.control.params import SamplingParams
 from model.control.request import Request
 from model.control.scheduler import Scheduler
@@ -213,6 +213,12 @@ class Engine(EngineCore):
     def image_limits(self) -> tuple[int, int]:
         """The most images of a prompt, and the most bytes of one. O(1)."""
         return self.config.max_images, self.config.max_image_bytes
+
+    def check_images(self, count: int) -> None:
+        """Raise unless a prompt may have this number of images. O(1)."""
+        if count and isinstance(self._model.images, NoImages):
+            raise InvalidArgumentError(f"image: {self._model.images.why}")
+        check_count(count, self.config.max_images)
 
     def encode_chat(
         self,

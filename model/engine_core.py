@@ -196,6 +196,7 @@ class EngineCore:
         self._has_images = False  # whether any request has had one
         self._failed: list[Output] = []  # of this step, without a pass
         self._next_id = 0
+        self._num_sent = self._num_timed = 0  # tokens: of the last step; that the last call awaited
         self._watch: StepWatch = Unwatched()
         encode = partial(model.codec.encode, adds_special_tokens=False)
         self.bad_words = BadWordReader(encode, vocab_size, model.eos_token_ids)
@@ -319,6 +320,15 @@ class EngineCore:
         """The most images of a prompt, and the most bytes of one. O(1)."""
         return 0, 0
 
+    def check_images(self, count: int) -> None:
+        """Raise unless a prompt may have this number of images. O(1).
+
+        Raises:
+            InvalidArgumentError: it may not.
+        """
+        if count:
+            raise InvalidArgumentError("image: this engine takes text alone")
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -339,8 +349,7 @@ class EngineCore:
         Raises:
             InvalidArgumentError: the template refuses the messages, or an image is refused.
         """
-        if images:
-            raise InvalidArgumentError("image: this engine takes text alone")
+        self.check_images(len(images))
         codec = self._model.codec
         return codec.encode_chat(messages, opens_answer=opens_answer, options=options), None
 
@@ -361,6 +370,7 @@ class EngineCore:
         tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted text that is not empty, got ''")
+        self._scheduler.check_positions(len(tokens), params.max_tokens)
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
             self.check_grammar(params.grammar)
@@ -457,6 +467,17 @@ class EngineCore:
             outputs, self._failed = [*outputs, *self._failed], []
         return [*outputs, *self._end_overrun()] if self._grammars.texts else outputs
 
+    def timed_step(self, now_s: Callable[[], float]) -> list[Output]:
+        """Run a step; the budget of steps that clients share follows from its time, by a clock."""
+        began_s = now_s()
+        outputs = self.step()
+        self.note_time(now_s() - began_s)
+        return outputs
+
+    def note_time(self, took_s: float) -> None:
+        """Note the seconds of the last step. O(1)."""
+        self._scheduler.shared_budget.note(self._num_timed, took_s)
+
     def _run_step(self) -> list[Output]:
         """Schedule, launch, accept the tokens of the step before, commit, accept those at hand."""
         watch, previous, step = self._watch, self._unread, Step(())
@@ -474,12 +495,14 @@ class EngineCore:
         orders = self._scheduler.advance(step)
         if orders:
             self._runner.copy(orders)
+        before, self._num_sent = self._num_sent, step.num_tokens
         if not self._runner.is_async:
             outputs = self._accept(launched)
         else:
             self._unread = launched if step.chunks else None
             if not self._runner.can_defer_read(launched.sampling):
                 outputs = self._read_at_once(launched, outputs)
+        self._num_timed = before if self._unread is not None else self._num_sent
         if self.tiers is not None:
             self.tiers.end_step(step.num_tokens)
         if (

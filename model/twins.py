@@ -39,6 +39,12 @@ class _Tended(NamedTuple):
     """A turn of transfers while no step runs."""
 
 
+class _Paced(NamedTuple):
+    """The budget of steps that several clients share, which the first rank has measured."""
+
+    tokens: int
+
+
 class _Ended(NamedTuple):
     goes_on: bool
 
@@ -141,6 +147,14 @@ class TwinCore(EngineCore):
         self._said += [_Aborted(output.request.request_id) for output in overrun]
         return [*outputs, *overrun]
 
+    def note_time(self, took_s: float) -> None:
+        """Note the seconds as an engine does; the other ranks get the budget with the next step."""
+        budget = self._scheduler.shared_budget
+        before = budget.tokens
+        super().note_time(took_s)
+        if budget.tokens != before:
+            self._said.append(_Paced(budget.tokens))
+
     def empty_cache(self, *, enable_caching: bool) -> None:
         """Empty the cache as an engine does, on the other ranks before their next step.
 
@@ -208,6 +222,8 @@ class TwinCore(EngineCore):
                 super().empty_cache(enable_caching=said.enable_caching)
             case _Tended():
                 super().tend()
+            case _Paced():
+                self._scheduler.shared_budget.tokens = said.tokens
             case _Aborted():
                 super().abort(self._unfinished(said.request_id))
 

@@ -113,16 +113,16 @@ LAZY_IMPORTS = {"backends/registry.py"}
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-MAX_FILE_LINES = 700  # of a file that is more than one class
-MAX_CODE_LINES = 535  # 500 once the deprecated aliases of KVCacheManager are gone
+MAX_FILE_LINES = 720  # of a file that is more than one class
+MAX_CODE_LINES = 585  # 500 once the deprecated aliases of KVCacheManager are gone
 MAX_FUNCTION_LINES = 60
 
 # The most of each that `python -m tests.sizes` may count: a change that needs more says so here.
 BUDGETS = {
-    "lines of backends": 2_143,
-    "lines of backends/conformance": 1_934,
-    "lines of backends/numba_cpu": 3_007,
-    "lines of backends/triton_gpu": 8_731,
+    "lines of backends": 2_236,
+    "lines of backends/conformance": 1_976,
+    "lines of backends/numba_cpu": 3_111,
+    "lines of backends/triton_gpu": 9_059,
     "lines of kvcore": 4_627,
     "lines of kvcore/adapters": 5_371,
     "lines of kvcore/eviction": 766,
@@ -130,27 +130,27 @@ BUDGETS = {
     "lines of kvcore/inspect": 695,
     "lines of kvcore/tables": 829,
     "lines of kvcore/testing": 4_021,
-    "lines of kvcore/tiers": 3_554,
-    "lines of kvcore/verbs": 2_873,
+    "lines of kvcore/tiers": 4_278,
+    "lines of kvcore/verbs": 2_877,
     "lines of kvcore/wire": 2_646,
-    "lines of model": 4_273,
+    "lines of model": 4_446,
     "lines of model/attention": 2_401,
-    "lines of model/caches": 1_342,
+    "lines of model/caches": 1_384,
     "lines of model/cli": 3_829,
     "lines of model/cluster": 1_597,
-    "lines of model/compile": 3_345,
-    "lines of model/control": 4_659,
-    "lines of model/forward": 3_761,
-    "lines of model/load": 3_964,
-    "lines of model/ranks": 826,
+    "lines of model/compile": 4_042,
+    "lines of model/control": 4_949,
+    "lines of model/forward": 3_792,
+    "lines of model/load": 3_997,
+    "lines of model/ranks": 1_126,
     "lines of model/sample": 3_070,
-    "lines of model/serve": 7_712,
+    "lines of model/serve": 7_802,
     "lines of model/tiny": 43,
-    "lines of tests": 88_799,
-    "lines of the product": 82_628,
-    "arrows between folders of model": 79,
-    "docstrings that begin with What, Whether or See": 173,
-    "places with private names of other libraries": 98,
+    "lines of tests": 91_122,
+    "lines of the product": 85_579,
+    "arrows between folders of model": 81,
+    "docstrings that begin with What, Whether or See": 180,
+    "places with private names of other libraries": 100,
 }
 
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}

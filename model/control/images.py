@@ -15,6 +15,10 @@ from typing import Any, Protocol
 import kvcore
 from model.errors import InvalidArgumentError, shown
 
+_BEGINNINGS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8", b"BM")
+_BEGUN_CHARACTERS = 64  # of base64: a multiple of 4
+_MOST_HEAD = 256
+
 
 class PromptImages(Protocol):
     """The images of a prompt, such as an `ImagePrompt`, which has their tensors too."""
@@ -83,6 +87,23 @@ def take_images(
             content = parts if len(texts) < len(parts) else "".join(texts)
         taken.append({**message, "content": content})
     return taken, found
+
+
+def check_data(url: str, most: int) -> None:
+    """Raise unless a `data:` URL has at most `most` bytes, and begins as a file of an image. O(1).
+
+    Raises:
+        InvalidArgumentError: it has more, or begins otherwise.
+    """
+    head, _, _ = url[:_MOST_HEAD].partition(",")
+    count = (len(url) - len(head)) * 3 // 4
+    if count > most + 3:
+        raise InvalidArgumentError(
+            f"image: wanted at most {most:,} bytes (--max-image-bytes), got about {count:,}"
+        )
+    begun = data_of(url[: len(head) + 1 + _BEGUN_CHARACTERS]) if count > _BEGUN_CHARACTERS else b""
+    if begun and not any(begun[: len(mark)] == mark for mark in _BEGINNINGS):
+        raise InvalidArgumentError("image: wanted one of PNG, JPEG, WEBP, GIF, BMP, got none")
 
 
 def data_of(url: str) -> bytes:

@@ -4,7 +4,8 @@ Requests have an order, fixed when they arrive: clients take turns (`clients.py`
 one go by arrival, and one level of priority moves a request ahead by `priority_span` turns and no
 more, so that no stream of others can starve it. Under a budget of tokens a step,
 decodes go first; what is left goes in order to prefills, in pieces (chunked prefill, as in
-Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requests. Blocks are taken
+Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requests. While there are
+several clients the budget is smaller, and each has a share of it (`shares.py`). Blocks are taken
 chunk by chunk, so that a window group never holds more than a window and a chunk.
 
 Where a running request finds no block, the last in order is preempted (recomputation or swapping,
@@ -23,7 +24,8 @@ other request.
 Invariants:
 - what `add` accepts ends, whatever comes after it, unless blocks of the pool are held from outside;
 - `running` and `waiting` are each in order; a start never overtakes one that waits, but for samples
-  that wait for their leader and requests that wait for KV from a tier (`tier_transfers.py`);
+  that wait for their leader, requests that wait for KV from a tier (`tier_transfers.py`), and those
+  of another client that has had its share of the step;
 - the first in order runs in every step, except while its blocks or those that it waits for are
   copied, or the last token of a request before it is read: a token of the budget is kept for it and
   all others can be preempted for it;
@@ -44,10 +46,11 @@ from operator import attrgetter
 
 import kvcore
 from model.control.admission import Admission
-from model.control.clients import FairOrder
+from model.control.clients import FairOrder, turns_of
 from model.control.config import SchedulerConfig
 from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import FinishReason, Request, Status
+from model.control.shares import LEAST_TOKENS, RECENT_STEPS, Shares, StepBudget, wanted_tokens
 from model.control.step import (
     Chunk,
     SchedulerStats,
@@ -79,6 +82,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.stats = SchedulerStats()
+        self.shared_budget = StepBudget(config.max_num_batched_tokens)
         self._kv = kv
         self._drafter = drafter
         self._tiers = tiers
@@ -94,6 +98,9 @@ class Scheduler:
         self._clients = FairOrder(config.priority_span)
         self._keeps_time = kv.stats().lifetimes is not None  # or blocks are kept for some steps
         self._budget = 0
+        self._num_shared = 0  # steps for which the clients share; several were there lately
+        self._last_client: str | None = None  # of the last request that was added
+        self._shares: Shares | None = None  # of this step, while prefills are planned
         self._planned: dict[int, Chunk] = {}
         self._stores: list[Transfer] = []
         self._loads: list[Transfer] = []
@@ -175,7 +182,11 @@ class Scheduler:
         self._check_length(request)
         number = self._num_added
         self._num_added += 1
-        request.order = (self._clients.add(request.client, request.priority), number)
+        if number and request.client != self._last_client:
+            self._num_shared = RECENT_STEPS
+        self._last_client = request.client
+        turns = 1 if leader is not None else turns_of(request.num_prompt_tokens)
+        request.order = (self._clients.add(request.client, request.priority, turns), number)
         self._unfinished[request.request_id] = request
         self._keeps_time |= any(one.max_steps for one in request.retain)
         if leader is not None:
@@ -204,8 +215,11 @@ class Scheduler:
         if self._unfinished.get(request.request_id) is not request:
             raise InvalidArgumentError(f"request: {request!r} was not added to this scheduler")
         del self._unfinished[request.request_id]
-        has_run = request.status is not Status.WAITING
-        self._clients.end(request.client, request.priority, request.order[0], has_run=has_run)
+        asked, got = turns_of(request.num_prompt_tokens), turns_of(request.num_tokens)
+        turns = 1 if request.leader is not None else asked
+        has_run, place = request.status is not Status.WAITING, request.order[0]
+        about = request.client, request.priority, place, turns
+        self._clients.end(*about, has_run=has_run, more=got - asked)
         self._followers.pop(request.request_id, None)
         for queue in (self._running, self._waiting):
             if request in queue:  # of none, if a plan was broken off while it changed its place
@@ -242,6 +256,9 @@ class Scheduler:
             self._no_room = None
         self._budget = self.config.max_num_batched_tokens
         self._planned, self._stores, self._loads = {}, [], []
+        self._num_shared -= 1
+        if self._clients.num_clients > 1:
+            self._num_shared = RECENT_STEPS
         self._admission.begin_step()
         if self.config.long_above is not None:
             self._restart_long()
@@ -303,14 +320,36 @@ class Scheduler:
                 self._planned[request.request_id] = chunk((request, start, 1, True, (), (), 0))
 
     def _plan_others(self) -> None:
+        """Plan prefills and starts, in the shares of their clients while there are several."""
+        if self._num_shared <= 0:
+            self._plan_in_order()
+            return
+        wanted = wanted_tokens(self._running, self._waiting)
+        least, left = LEAST_TOKENS * len(wanted), self.shared_budget.tokens - len(self._planned)
+        budget = min(self._budget, max(least, left))
+        self._shares = Shares(wanted, budget)
+        self._plan_in_order()
+        if 0 < self._shares.left < budget:
+            self._shares.join()
+            self._plan_in_order()
+        self._budget = max(0, min(self._budget, self._shares.left))  # what drafts may have
+        self._shares = None
+
+    def _plan_in_order(self) -> None:
         """Plan prefills and starts in order; the first that cannot start holds up those behind."""
         prefills: list[Request] = []
         if len(self._planned) < len(self._running):
-            prefills = [r for r in self._running if r.num_uncomputed_tokens > 1]
+            prefills = [
+                r
+                for r in self._running
+                if r.num_uncomputed_tokens > 1
+                and r.request_id not in self._planned
+                and r.load is None
+            ]
             prefills.reverse()
         may_start = True
         while self._budget:
-            while prefills and prefills[-1].status is not Status.RUNNING:
+            while prefills and not self._may_plan(prefills[-1]):
                 prefills.pop()
             request, num_forks = self._first_waiting() if may_start else (None, 0)
             if prefills and (request is None or prefills[-1].order < request.order):
@@ -321,6 +360,14 @@ class Scheduler:
                 self._start(request)
             else:
                 may_start = False
+
+    def _may_plan(self, request: Request) -> bool:
+        """Return True if a request runs, and its client has something left of its share. O(1)."""
+        return request.status is Status.RUNNING and self._share_of(request) > 0
+
+    def _share_of(self, request: Request) -> int:
+        """Return the tokens that its client may still have in this step. O(1)."""
+        return self._budget if self._shares is None else self._shares.of(request.client)
 
     def _plan_drafts(self, drafter: Drafter) -> None:
         """Give decodes draft tokens, as far as budget and blocks are left after all other plans.
@@ -364,12 +411,17 @@ class Scheduler:
         return max(0, min(most, self.config.draft_tokens))
 
     def _first_waiting(self) -> tuple[Request | None, int]:
-        """Return the first request that could start, and how many before it wait for leaders."""
+        """Return the first request that could start, and how many before it wait for leaders.
+
+        Its client has something left of its share.
+        """
         num_forks, loading = 0, () if self._tiers is None else self._tiers
         for request in self._waiting:
             if request.is_led:
                 num_forks += 1
-            elif request not in loading:
+            elif request not in loading and (
+                self._shares is None or self._shares.of(request.client) > 0
+            ):
                 return request, num_forks
         return None, num_forks
 
@@ -473,7 +525,9 @@ class Scheduler:
     def _plan_chunk(self, request: Request) -> None:
         """Plan the next tokens of a running request that budget and blocks allow, maybe none."""
         if self._has_room(request):
-            wanted = self._admission.num_plannable(request, self._budget, self._planned.values())
+            # An image is computed whole, whatever the share.
+            most = min(self._budget, max(self._share_of(request), request.least_chunk))
+            wanted = self._admission.num_plannable(request, most, self._planned.values())
             if wanted and self._keeps_states:
                 wanted = self._kv.chunk_length(request.running_sequence, wanted)
             if num_tokens := self._admission.num_reservable(request, wanted):
@@ -516,6 +570,8 @@ class Scheduler:
         how = (start + num_tokens == request.num_tokens, (), (), request.num_to_score(num_tokens))
         self._planned[request.request_id] = Chunk(request, start, num_tokens, *how)
         self._budget -= num_tokens
+        if self._shares is not None:
+            self._shares.take(request.client, num_tokens)
 
     def _plan_followers(self) -> None:
         """Give each chunk that ends a prompt the further samples that wait for it."""
@@ -734,12 +790,28 @@ class Scheduler:
         self._run(follower)
         self.stats.num_forks += 1
 
+    def check_positions(self, prompt: int, new: int) -> None:
+        """Refuse a request with more tokens than the model has positions. O(1).
+
+        Args:
+            prompt: the number of tokens of its prompt.
+            new: the most tokens of its output.
+
+        Raises:
+            RequestTooLongError: it has more.
+        """
+        limit = self.config.max_model_len
+        if limit is not None and prompt + new > limit:
+            raise RequestTooLongError(
+                f"prompt of {prompt} tokens plus max_tokens {new} exceeds the model's {limit} "
+                "positions"
+            )
+
     def _check_length(self, request: Request) -> None:
-        total, limit = request.max_total_tokens, self.config.max_model_len
+        total = request.max_total_tokens
         prompt, new = request.num_prompt_tokens, request.params.max_tokens
+        self.check_positions(prompt, new)
         what = f"prompt of {prompt} tokens plus max_tokens {new}"
-        if limit is not None and total > limit:
-            raise RequestTooLongError(f"{what} exceeds the model's {limit} positions")
         edge = self.config.long_above
         if edge is not None and not self.config.may_cross and prompt <= edge < total - 1:
             raise RequestTooLongError(

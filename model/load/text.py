@@ -16,12 +16,45 @@ tokens at once, except for such bytes; no piece ends inside a character.
 Does not know: requests, which tokenizer it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _INCOMPLETE = "\ufffd"
+_CONTEXT_TOKENS = 8
 
 Step = Callable[[list[int]], str | None]
 """Takes the next tokens, returns the text that they complete; None or empty: none."""
+
+
+def pieces(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], size: int
+) -> Iterator[str]:
+    """Yield the text of tokens, of about `size` of them at a time; joined, it is that of all.
+
+    But for bytes that are no text. A cut is where the text before it stays as it is, whatever
+    follows; each piece is decoded behind a few tokens before it, which some decoders need.
+    """
+    start, context = 0, tokens[:0]
+    while start < len(tokens):
+        stop = _cut(decode, tokens, start + size)
+        known = decode(context)
+        yield decode([*context, *tokens[start:stop]])[len(known) :]
+        start, width = stop, _CONTEXT_TOKENS
+        context = tokens[max(0, stop - width) : stop]
+        while width < size and not decode(context):  # they are special tokens
+            width *= 2
+            context = tokens[max(0, stop - width) : stop]
+
+
+def _cut(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], near: int) -> int:
+    """Return a place behind `near` at which a text can be cut; `near` itself if there is none."""
+    for stop in range(near, near + _CONTEXT_TOKENS):
+        if stop >= len(tokens):
+            return len(tokens)
+        before = decode(tokens[stop - _CONTEXT_TOKENS : stop])
+        whole = decode(tokens[stop - _CONTEXT_TOKENS : stop + _CONTEXT_TOKENS])
+        if whole.startswith(before) and not before.endswith(_INCOMPLETE):
+            return stop
+    return near
 
 
 class TextStream:

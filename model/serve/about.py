@@ -3,15 +3,21 @@
 Does not know: how anything is generated.
 """
 
+from collections.abc import AsyncIterator
+from functools import partial
+
 from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
 
 import kvcore
 from model.serve.answers import Detokenized, HealthReport, ModelCard, ModelList, Tokenized, Version
 from model.serve.errors import ApiError
 from model.serve.large_bodies import LargeBodyRoute
+from model.serve.logprobs import quoted
 from model.serve.metrics import Metrics
 from model.serve.protocol import DetokenizeRequest, TokenizeRequest
 from model.serve.service import Service
+from model.turns import in_turn
 
 
 def about(service: Service) -> APIRouter:
@@ -49,12 +55,20 @@ def about(service: Service) -> APIRouter:
             tokens = await service.encode_chat(body.messages or [], body)
         return Tokenized(count=len(tokens), max_model_len=limit, tokens=tokens)
 
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Detokenized:
-        """The text of tokens."""
+    @router.post("/detokenize", response_model=Detokenized)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of tokens, sent as it is made."""
         service.check_model(body.model)
         service.serving()
-        return Detokenized(prompt=await service.decode(body.tokens))
+        await in_turn(partial(service.checked, body.tokens))
+
+        async def answer() -> AsyncIterator[str]:
+            yield '{"prompt":"'
+            async for piece in service.decoded(body.tokens):
+                yield quoted(piece)[1:-1]
+            yield '"}'
+
+        return StreamingResponse(answer(), media_type="application/json")
 
     return router
 

@@ -30,6 +30,7 @@ from model.serve.metrics import Metrics
 from model.serve.protocol import field_names
 from model.serve.responses import responses
 from model.serve.service import Service
+from model.turns import Turns
 
 _DEFAULT_NAME = "model"
 
@@ -88,11 +89,15 @@ def create_app(
 
     for router in routers:
         app.include_router(router)
-    return meet_clients(app, config, log=log)
+    return meet_clients(app, config, log=log, turns=service.client_turns)
 
 
 def meet_clients(
-    app: FastAPI, config: ServeConfig, *, log: Callable[[str], None] | None = None
+    app: FastAPI,
+    config: ServeConfig,
+    *,
+    log: Callable[[str], None] | None = None,
+    turns: Turns | None = None,
 ) -> FastAPI:
     """Put before an application what every request passes, and have it answer errors. O(1)."""
     handle_errors(app, field_names())
@@ -103,5 +108,5 @@ def meet_clients(
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
         )
-    app.add_middleware(Gate, config=config, log=log)
+    app.add_middleware(Gate, config=config, log=log, turns=turns)
     return app

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from model.control.images import data_of
+from model.control.images import check_data, data_of
 from model.errors import shown
 from model.serve.bounds import Lenient, Many, Strict, Text
 from model.serve.errors import ApiError
@@ -47,6 +47,22 @@ class ImagePart(Lenient):
         """With the image, if it is known. O(1)."""
         return {"type": "image"} if self._data is None else {"type": "image", "image": self._data}
 
+    @property
+    def is_here(self) -> bool:
+        """True if the message has its bytes, in a `data:` URL. O(1)."""
+        return self.image_url.url.startswith("data:")
+
+    def check(self, most: int) -> None:
+        """Refuse it by its size, before it is decoded. O(1).
+
+        Args:
+            most: the most bytes of an image.
+
+        Raises:
+            InvalidArgumentError: it has more.
+        """
+        check_data(self.image_url.url, most)
+
     def open(self, fetch: Callable[[str], bytes]) -> None:
         """Have its bytes. O(bytes).
 
@@ -54,7 +70,7 @@ class ImagePart(Lenient):
             InvalidArgumentError: they cannot be had.
         """
         url = self.image_url.url
-        self._data = data_of(url) if url.startswith("data:") else fetch(url)
+        self._data = data_of(url) if self.is_here else fetch(url)
 
 
 _PARTS = {"text", "image_url"}

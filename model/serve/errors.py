@@ -25,6 +25,10 @@ from model.errors import (
     RequestTooLongError,
     shown,
 )
+from model.turns import ClientGoneError
+
+CLIENT_GONE = 499
+"""The status in the access log of an answer whose client has gone, as in nginx."""
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
@@ -156,6 +160,8 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
         return ApiError(503, message, code="not_serving")
     if isinstance(error, EngineFaultError):
         return ApiError(500, message, code="engine_fault")
+    if isinstance(error, ClientGoneError):
+        return ApiError(CLIENT_GONE, "request: its client has left", code="client_gone")
     _log.error("a request failed; this is a bug in kvcore", exc_info=error)
     return ApiError(500, "internal error of the server", code="internal_error")
 
@@ -179,7 +185,7 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
         if isinstance(error, RefusedBodyError):
             if isinstance(error.error, RequestValidationError):
                 return await of_validation(request, error.error)
-            return api_error(error.error).response()
+            return await of_ours(request, error.error)
         if not isinstance(error, HTTPException):
             raise error
         detail = str(error.detail)
@@ -192,7 +198,7 @@ def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
 
     app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)
-    for kind in (ApiError, ModelError, Exception):
+    for kind in (ApiError, ModelError, ClientGoneError, Exception):
         app.add_exception_handler(kind, of_ours)
 
 

@@ -10,13 +10,16 @@ Does not know: what a request asks.
 """
 
 import asyncio
+import hashlib
 import hmac
+import ipaddress
 import itertools
 import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.serve.config import ServeConfig
 from model.serve.errors import ApiError
+from model.turns import ClientGoneError, Turns, in_turn
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics", "/favicon.ico"})
 OPEN_PREFIXES = ("/page/",)
@@ -55,6 +59,36 @@ def given_key(headers: Headers) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def client_of(scope: Scope, headers: Headers, config: ServeConfig) -> str | None:
+    """Return the client that a request is from: its key or its address; None: unknown. O(1).
+
+    A caller can invent names and, with the 2**64 addresses of an IPv6 network, addresses too; it
+    cannot invent keys.
+    """
+    if len(config.api_keys) > 1:  # the key itself is not passed on
+        key = given_key(headers)
+        return f"key {hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
+    if not scope.get("client"):
+        return None
+    try:
+        address = ipaddress.ip_address(scope["client"][0])
+    except ValueError:  # of a Unix socket
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        whole = address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False)
+        return str(whole)
+    return str(address)
+
+
+def _nothing() -> None:
+    """Do nothing: many requests of one client come to the application one by one."""
+
+
+def _stays() -> bool:
+    """Return False: it is not known whether the client has left."""
+    return False
+
+
 class Gate:
     """An application before the application.
 
@@ -62,16 +96,22 @@ class Gate:
         app: what comes after it.
         config: limits and keys.
         log: takes a line for each request; None: none is made.
+        turns: of the clients, for what is computed beside the engine.
     """
 
     def __init__(
-        self, app: ASGIApp, config: ServeConfig, log: Callable[[str], None] | None = None
+        self,
+        app: ASGIApp,
+        config: ServeConfig,
+        log: Callable[[str], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._app = app
         self._config = config
         self._log = log
         self._keys = [key.encode() for key in config.api_keys]
         self._ids = ids()
+        self._turns = Turns() if turns is None else turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -83,9 +123,14 @@ class Gate:
         request_id = given if _ID.fullmatch(given) else next(self._ids)
         passage = _Passage(request_id, send)
         body = _Body(receive, self._config)
-        scope.setdefault("state", {}).update(request_id=request_id, send=send)
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, send=send)
+        client = client_of(scope, headers, self._config)
         try:
             if self._is_open(scope) or self._has_key(headers):
+                self._turns.work_for(client, state.get("has_left", _stays))
+                with suppress(ClientGoneError):  # the application finds it, too
+                    await in_turn(_nothing, is_long=False)
                 await self._app(scope, body.receive, passage.send)
             else:
                 refusal = ApiError(401, "Authorization: wanted Bearer and a key of this server")

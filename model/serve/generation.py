@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import ipaddress
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,8 +28,8 @@ from model.control.request import FinishReason
 from model.control.submission import Submission
 from model.errors import ModelError
 from model.serve.answers import CompletionTokensDetails, PromptTokensDetails, Usage
-from model.serve.errors import ApiError, api_error
-from model.serve.gate import given_key
+from model.serve.errors import CLIENT_GONE, ApiError, api_error
+from model.serve.gate import client_of
 from model.serve.logprobs import ENTRY_BYTES, LogprobsWriter, num_entries, quoted
 from model.serve.protocol import GenerationRequest
 from model.serve.reading import Part
@@ -43,9 +41,6 @@ _TURN_CHARACTERS = 32_768
 """What is written of an answer before others have a turn on the event loop."""
 
 _DONE = "data: [DONE]\n\n"
-
-CLIENT_GONE = 499
-"""The status in the access log of an answer whose client has gone, as in nginx."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,26 +277,11 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
 
 
 def _client_of(request: Request, service: Service, user: str | None) -> str | None:
-    """Whose a request is, for the order of the scheduler; None: nothing tells.
-
-    A caller can invent names and, with the 2**64 addresses of an IPv6 network, addresses too; it
-    cannot invent keys.
-    """
-    if len(service.config.api_keys) > 1:  # the key itself is not passed on
-        key = given_key(request.headers)
-        return f"key {hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
-    if service.config.client_by == "user" and user is not None:
+    """Return the client of a request, for the order of the scheduler; None: unknown. O(1)."""
+    config = service.config
+    if len(config.api_keys) <= 1 and config.client_by == "user" and user is not None:
         return f"user {user}"
-    if request.client is None:
-        return None
-    try:
-        address = ipaddress.ip_address(request.client.host)
-    except ValueError:  # of a Unix socket
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        whole = address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False)
-        return str(whole)
-    return str(address)
+    return client_of(request.scope, request.headers, config)
 
 
 async def _submitted(

@@ -1,7 +1,8 @@
 """How a request begins: its line and its headers, which may not be endless. And how all end.
 
 Decides: how long they may be (the parser of httptools has no limit of its own); how many requests
-may be pipelined; that all requests of a connection end with it (uvicorn tells only the last one).
+may be pipelined; that all requests of a connection end with it (uvicorn tells only the last one),
+and that each can ask whether its client has left.
 
 Does not know: what a header means.
 """
@@ -53,6 +54,8 @@ class BoundedProtocol(HttpToolsProtocol):
             raise HttpParserError("too many pipelined requests")
         super().on_headers_complete()
         self._open = (*(one for one in self._open if not one.response_complete), self.cycle)
+        cycle = self.cycle
+        cycle.scope["state"]["has_left"] = lambda: cycle.disconnected
         if self.pipeline:
             self.flow.resume_reading()  # else the end of the connection is not seen
 

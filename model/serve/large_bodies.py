@@ -1,4 +1,4 @@
-"""Large bodies, read on another thread: meanwhile the event loop serves others.
+"""Bodies, read in the turn of their client, large ones on another thread.
 
 Decides: from which size a body is large, and how many lists and objects it may begin. The parser of
 JSON holds the interpreter from end to end, so what it makes at once must be little.
@@ -9,8 +9,9 @@ for its words where it is no JSON.
 Does not know: which fields there are.
 """
 
-import asyncio
+import json
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -22,6 +23,7 @@ from starlette.types import Receive, Scope
 
 from model.serve.bounds import Strict
 from model.serve.errors import ApiError, RefusedBodyError, in_body
+from model.turns import ClientGoneError, in_turn
 
 LARGE_BYTES = 32_768
 MAX_BRACKETS = 131_072
@@ -58,11 +60,11 @@ class _LargeRequest(Request):
             RefusedBodyError: it is no JSON, or something is wrong with it.
         """
         body = await self.body()
-        if len(body) <= LARGE_BYTES:
-            return await super().json()
         try:
-            return await asyncio.to_thread(read_body, body, self._kind)
-        except (ApiError, RequestValidationError) as error:
+            if len(body) <= LARGE_BYTES:
+                return await in_turn(partial(json.loads, body), is_long=False)
+            return await in_turn(partial(read_body, body, self._kind))
+        except (ApiError, RequestValidationError, ClientGoneError) as error:
             raise RefusedBodyError(error) from error
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from model.async_engine import AsyncEngine
-from model.control.images import PromptImages, check_count, take_images
+from model.control.images import PromptImages, take_images
 from model.errors import InvalidArgumentError
 from model.serve.config import ServeConfig
 from model.serve.conversation import ConversationOptions, ImagePart, Message, conversation
@@ -24,6 +25,7 @@ from model.serve.gate import ids
 from model.serve.image_urls import fetch
 from model.serve.reading import Reading, reading_of
 from model.serve.tools import call_ids
+from model.turns import Turns, in_turn
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine_core import EngineCore
@@ -41,6 +43,7 @@ class Service:
         name: what clients call the model; the first of its names.
         config: how clients are met.
         created: when it was made, in seconds of the epoch.
+        client_turns: of the clients, for what is computed beside the engine.
     """
 
     def __init__(self, engine: AsyncEngine, names: Sequence[str], config: ServeConfig) -> None:
@@ -49,6 +52,7 @@ class Service:
         self._own_names = tuple(dict.fromkeys(names))
         self.config = config
         self.created = self.now()
+        self.client_turns = Turns()
         self._ids = ids()
         self._call_ids = call_ids()
         self._openers = ThreadPoolExecutor(_OPENERS, "image")
@@ -94,7 +98,7 @@ class Service:
     def checked(self, tokens: Sequence[int]) -> Sequence[int]:
         """Tokens that the model has. O(tokens)."""
         size = self.engine.engine.vocab_size
-        for token in tokens:
+        for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < size:
                 raise ApiError(
                     400, f"tokens: wanted ids from 0 to {size - 1}, got {token}", param="tokens"
@@ -103,10 +107,16 @@ class Service:
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens that the model has. O(tokens)."""
-        codec = self.engine.engine.model.codec
-        if len(tokens) <= _LONG:
-            return codec.decode(self.checked(tokens))
-        return await asyncio.to_thread(lambda: codec.decode(self.checked(tokens)))
+        await in_turn(partial(self.checked, tokens), is_long=len(tokens) > _LONG)
+        return "".join([piece async for piece in self.decoded(tokens)])
+
+    async def decoded(self, tokens: Sequence[int]) -> AsyncIterator[str]:
+        """The text of tokens that were checked, in pieces, each in the client's turn."""
+        loaded = import_module("model.load.text")
+        pieces = loaded.pieces(self.engine.engine.model.codec.decode, tokens, _LONG)
+        work = partial(next, pieces, None)
+        while (piece := await in_turn(work, is_long=len(tokens) > _LONG)) is not None:
+            yield piece
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, object]:
@@ -122,9 +132,7 @@ class Service:
         """The tokens of a text. O(text)."""
         codec = self.engine.engine.model.codec
         try:
-            if len(text) <= _LONG:
-                return codec.encode(text)
-            return await asyncio.to_thread(codec.encode, text)
+            return await in_turn(partial(codec.encode, text), is_long=len(text) > _LONG)
         except InvalidArgumentError as error:
             raise api_error(error) from error
 
@@ -184,12 +192,19 @@ class Service:
         def images() -> list[ImagePart]:
             return [part for message in messages for part in message.images]
 
-        parts = images() if len(messages) < _MANY else await asyncio.to_thread(images)
+        parts = await in_turn(images, is_long=len(messages) >= _MANY)
         try:
-            check_count(len(parts), engine.image_limits[0])
+            away = [part for part in parts if not part.is_here]
+            if away:
+                self._check_urls()
+            engine.check_images(len(parts))
+            for part in parts:
+                if part.is_here:
+                    part.check(engine.image_limits[1])
+                    await in_turn(partial(part.open, self.fetch))
             run = partial(asyncio.get_running_loop().run_in_executor, self._openers)
-            await asyncio.gather(*[run(part.open, self.fetch) for part in parts])
-            return await asyncio.to_thread(encoded)
+            await asyncio.gather(*[run(part.open, self.fetch) for part in away])
+            return await in_turn(encoded)
         except InvalidArgumentError as error:
             own = options.chat_template_kwargs or {}
             names = {"prompt": "messages", "enable_thinking": "reasoning_effort"}
@@ -214,7 +229,7 @@ class Service:
             )
             return codec.encode(text, adds_special_tokens=False)
 
-        return await asyncio.to_thread(begun)
+        return await in_turn(begun)
 
     def fetch(self, url: str) -> bytes:
         """The bytes behind a URL of an image, if that is allowed; waits for them.
@@ -222,8 +237,12 @@ class Service:
         Raises:
             InvalidArgumentError: it is not, or they cannot be had.
         """
+        self._check_urls()
+        return fetch(url, self.engine.engine.image_limits[1], self.config.image_url_timeout_s)
+
+    def _check_urls(self) -> None:
+        """Refuse URLs of images, unless they may be fetched. O(1)."""
         if not self.config.allow_image_urls:
             raise InvalidArgumentError(
                 "image_url: wanted a data: URL; --allow-image-urls allows others"
             )
-        return fetch(url, self.engine.engine.image_limits[1], self.config.image_url_timeout_s)

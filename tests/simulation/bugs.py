@@ -416,10 +416,10 @@ class PriorityIsEverything(Scheduler):
 
 
 @replaces(FairOrder, "add")
-def gives_each_request_the_turn_of_now(self, client, priority):
+def gives_each_request_the_turn_of_now(self, client, priority, turns=1):
     """A client with many requests delays all others."""
     self._num_unfinished[client] += 1
-    self._last[client] = self.now
+    self._next[client] = self.now
     return self.now + priority * self._span
 
 

@@ -123,7 +123,8 @@ class Order:
         waits = [r for r in waiting if r.leader is None and r not in loading]
         for request in running:
             if waits and request not in self._ran and request.leader is None:
-                before = next((w for w in waits if w in self._waited), None)
+                mine = (w for w in waits if w.client == request.client)  # others have their share
+                before = next((w for w in mine if w in self._waited), None)
                 if before is not None and before.order < request.order:
                     raise ViolationError(f"order: {request!r} overtakes {before!r}")
         first = min([*running[:1], *waits[:1]], key=lambda one: one.order, default=None)

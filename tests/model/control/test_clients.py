@@ -121,7 +121,7 @@ def test_places_grow_and_a_client_that_has_nothing_is_forgotten(acts):
         elif mine:
             order.end(client, 0, mine.pop(0), has_run=True)
             assert order.now > now
-    assert {*order._last} == {client for client, mine in places.items() if mine}
+    assert {*order._next} == {client for client, mine in places.items() if mine}
 
 
 def most_requests(limit, num_clients=None):

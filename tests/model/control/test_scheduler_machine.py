@@ -120,9 +120,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A client's first request stands at virtual time, the others behind its last."""
         add = order.add
 
-        def place_of(client, priority):
+        def place_of(client, priority, turns=1):
             left = [r for r in self.requests if r.client == client and not r.is_finished]
-            place = add(client, priority)
+            place = add(client, priority, turns)
             self.place = place - priority * self.config.priority_span
             if left:
                 assert self.place > max(self.places[request] for request in left)
@@ -235,10 +235,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         return any(request.is_complete for request in running)
 
     def check_order(self, before, running):
-        """No request starts before an earlier one that could; the first is never preempted."""
+        """No request starts before an earlier one of its client that could; the first is never
+        preempted. Another client may have had its share of the step."""
         started = [r for r in self.scheduler.running if r not in running]
-        held_up = [r for r in self.scheduler.waiting if not r.is_led]
         for request in started:
+            held_up = [
+                r for r in self.scheduler.waiting if not r.is_led and r.client == request.client
+            ]
             assert before.index(request) < min(map(before.index, held_up), default=len(before))
         if before and before[0] in running:
             assert before[0] in self.scheduler.running

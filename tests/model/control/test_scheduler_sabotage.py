@@ -70,7 +70,7 @@ class RemembersClientsThatHaveLeft(Scheduler):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._clients.end = lambda *request, has_run: None
+        self._clients.end = lambda *request, **how: None
 
 
 class KeepsNoTokenForTheFirst(Scheduler):

@@ -1,5 +1,8 @@
 """A client with many requests does not delay the first token of another."""
 
+import json
+import socket
+import threading
 from types import SimpleNamespace
 
 import httpx
@@ -8,9 +11,11 @@ from fastapi import Request
 
 from model import SamplingParams, Submission
 from model.async_engine import AsyncEngine
+from model.errors import RequestTooLongError
 from model.serve.config import ServeConfig
 from model.serve.generation import _client_of
 from tests.model.serve.conftest import DEADLINE_S, Served
+from tests.model.serve.hostile.attacks import raw
 
 MANY = 500
 
@@ -108,3 +113,38 @@ def test_where_clients_have_keys_the_key_says_it(make_engine):
     assert first == same != other
     assert not {first, other} & {None, "red", "blue"}
     assert "one" not in first
+
+
+def test_tokens_are_made_text_in_pieces_until_their_client_leaves(make_engine, monkeypatch):
+    with Served(AsyncEngine(make_engine), ServeConfig(port=0)) as served:
+        codec, left, counts = served.engine.engine.model.codec, threading.Event(), {5: 0, 6: 0}
+        decode = codec.decode
+
+        def counted(tokens):
+            if len(tokens) > 1000:
+                counts[tokens[-1]] += 1
+            if counts[5] == 2:
+                left.wait(DEADLINE_S)
+            assert len(tokens) < 5000
+            return decode(tokens)
+
+        monkeypatch.setattr(codec, "decode", counted)
+        body = json.dumps({"tokens": [5] * 200_000}).encode()
+        with socket.create_connection(("127.0.0.1", served.listener.getsockname()[1])) as client:
+            client.sendall(raw("POST", "/detokenize", body))
+            assert client.recv(100)
+        left.set()
+        with httpx.Client(base_url=served.url, timeout=DEADLINE_S) as http:
+            answer = http.post("/detokenize", json={"tokens": [6] * 100_000})
+        assert answer.json() == {"prompt": decode([6] * 100_000)}
+        assert (
+            counts[6] > 20
+        )  # one client's pieces take turns, so the first text would have as many
+        assert counts[5] < 10
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_copied(make_engine, monkeypatch):
+    monkeypatch.setattr("model.engine_core.Request", None)
+    engine = make_engine()
+    with pytest.raises(RequestTooLongError, match="prompt of 100000 tokens"):
+        engine.submit(Submission([5] * 100_000, SamplingParams(max_tokens=1)))

@@ -13,7 +13,9 @@ from PIL.PngImagePlugin import PngInfo
 
 import backends
 from model.async_engine import AsyncEngine
+from model.control import images
 from model.control.config import EngineConfig
+from model.control.images import data_of
 from model.engine import Engine
 from model.errors import InvalidArgumentError
 from model.load.loader import load_model
@@ -258,3 +260,34 @@ def test_addresses_that_are_not_of_the_internet(address):
 @pytest.mark.parametrize("address", ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"])
 def test_addresses_of_the_internet(address):
     assert image_urls.is_public(address)
+
+
+@pytest.mark.parametrize(
+    "image", [b"\x89PNG" + bytes(3000), bytes(3_000_000), b"%PDF-1.7" + bytes(9000)]
+)
+def test_a_model_of_text_refuses_images_without_decoding_them(http, monkeypatch, image):
+    monkeypatch.setattr("model.serve.conversation.data_of", None)
+    url = "data:image/png;base64," + base64.b64encode(image).decode()
+    if len(url) > 1 << 20:  # the limit of this server's bodies
+        url = url[: 1 << 19]
+    answer = http.post(PATH, json=asked("Who is ", url))
+    assert "reads text alone" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (b"\x89PNG" + bytes(3000), "wanted at most 1,000 bytes"),
+        (b"\xff\xd8" + bytes(1020), "wanted at most 1,000 bytes"),
+        (b"%PDF-1.7" + bytes(600), "wanted one of PNG"),
+        (b"<svg xmlns=" + bytes(600), "wanted one of PNG"),
+        (bytes(600), "wanted one of PNG"),
+    ],
+)
+def test_images_that_are_too_large_or_none_are_refused_by_their_beginning(monkeypatch, image, says):
+    decoded = []
+    monkeypatch.setattr(images, "data_of", lambda url: decoded.append(url) or data_of(url))
+    url = "data:image/png;base64," + base64.b64encode(image).decode()
+    with pytest.raises(InvalidArgumentError, match=says):
+        images.check_data(url, 1000)
+    assert all(len(each) < 100 for each in decoded)
