@@ -113,8 +113,8 @@ LAZY_IMPORTS = {"backends/registry.py"}
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-MAX_FILE_LINES = 720  # of a file that is more than one class
-MAX_CODE_LINES = 585  # 500 once the deprecated aliases of KVCacheManager are gone
+MAX_FILE_LINES = 725  # of a file that is more than one class; engine_core.py is the longest
+MAX_CODE_LINES = 585  # scheduler.py has most
 MAX_FUNCTION_LINES = 60
 
 # The most of each that `python -m tests.sizes` may count: a change that needs more says so here.
