@@ -173,7 +173,10 @@ FORMATS = {
         calls=(CallForm("<|python_tag|> {call}"), CallForm("{call}")),
         separator=";",
         only_offered=True,
-        marks=(('"parameters": ', "<|python_tag|>"), ('"parameters": ', "<|eom_id|>")),
+        marks=(
+            ('"parameters": ', "<|python_tag|>"), ('"parameters": ', "<|start_header_id|>"),
+            ('"parameters": ', "<|header_start|>"),
+        ),
     ),
     "phi4_mini_json": AnswerFormat(
         calls=(

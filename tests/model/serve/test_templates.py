@@ -420,6 +420,9 @@ BROKEN = {
     "{{ messages[0].content.text.words }}": "has no attribute 'text'",
     "{% include 'other' %}{{ messages }}": "no loader for this environment",
     "{{ 1 / 0 }}": "division by zero",
+    "{# nothing #}": "it shows no message",
+    "{{ bos_token }}": "it shows no message",
+    "{% for m in messages if m.role == 'tool' %}{{ m.content }}{% endfor %}": "it shows no message",
 }
 
 
@@ -446,7 +449,9 @@ def test_a_template_that_takes_some_conversation_starts():
     for text in [
         *TEXTS.values(), None, "{{ raise_exception('documents are wanted') }}",
         {"default": TEXTS["qwen2.5"], "tool_use": TEXTS["hermes-3"]},
-        "{% if messages[0].role != 'system' %}{{ 1 / 0 }}{% endif %}",
+        "{% if messages[0].role != 'system' %}{{ 1 / 0 }}{% endif %}{{ messages }}",
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}",
     ]:  # fmt: skip
         ServeConfig().check_template(engine_of(codec_of(text)))
 
