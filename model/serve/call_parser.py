@@ -300,6 +300,8 @@ def calls(
                 made = [(yield from _listed(source))]
             case "{calls}":
                 made = yield from _list(source)
+            case "{lines}":
+                made = yield from _lines(source)
             case "{arguments}" | "{gemma}":
                 text = yield from value(source, is_gemma=piece == "{gemma}")
                 found["{arguments}"] = _object(text)
@@ -330,6 +332,15 @@ def _list(source: Source) -> Steps[list[Call]]:
     if not made:
         raise NotACallError
     return made
+
+
+def _lines(source: Source) -> Steps[list[Call]]:
+    made = [(yield from _listed(source))]
+    while True:
+        yield from blank(source)
+        if (yield from _char(source)) != "{":
+            return made
+        made.append((yield from _listed(source)))
 
 
 def _listed(source: Source) -> Steps[Call]:

@@ -217,6 +217,28 @@ def test_an_argument_has_the_type_that_its_schema_means(name, schema, text, want
     assert repr(arguments) == repr({"a": wanted})
 
 
+@pytest.mark.parametrize(("text", "types", "wanted"), [
+    ("['a', \"b'c\"]", "array", ["a", "b'c"]), ("{'a': True, 'b': None}", "object",
+                                                  {"a": True, "b": None}),
+    ("[{'a': [1.5]}]", ["array", "null"], [{"a": [1.5]}]), ("['a']", ["array", "string"], "['a']"),
+    ("[f(1)]", "array", "[f(1)]"), ("[" * 5000, "array", "[" * 5000),
+    ("{1, 2}", "object", "{1, 2}"),
+])  # fmt: skip
+def test_a_value_that_python_printed_is_read_where_no_text_is_allowed(text, types, wanted):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "properties": {"s": {"type": types}}}}}  # fmt: skip
+    told = (f"<tool_call>\n<function=f>\n<parameter=s>\n{text}\n</parameter>\n</function>\n"
+            "</tool_call>")  # fmt: skip
+    assert calls_of(reading(tool="qwen3_coder"), told, [tool]) == [("f", {"s": wanted})]
+
+
+def test_the_last_channel_may_name_the_form_of_its_text():
+    text = '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>'
+    made = reading(tool="openai")
+    [part] = parts_of(made, made.free(b"<|start|>assistant"), text)
+    assert (part.kind, part.text) == ("content", '{"a": 1}')
+
+
 def test_a_schema_of_many_choices_is_looked_at_once():
     chain = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
     one = tool("f", {"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**chain, "d60": INTEGER}})

@@ -1,5 +1,6 @@
 """Conversations of agents become the prompts that published chat templates write."""
 
+import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from tests.model.serve.histories import (
     result,
     templates,
 )
+from tests.model.serve.test_reading import parts_of, reading
 
 PROMPTS = json.loads(STORED.read_text())
 TEXTS = templates()
@@ -309,6 +311,34 @@ def test_a_call_of_the_server_sent_back_is_in_the_next_prompt(make_engine, name,
     assert again.usage.prompt_tokens == len(tokens)
     stored = prompt_of(codec_of(TEXTS[name]), ONE_CALL).replace("call00001", made.id)
     assert prompt.replace(" ", "") == re.sub("</?s>| ", "", stored)
+
+
+SCHEMA = {"properties": {"text": {"type": "string"}, "list": {"type": "array"}}}
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+@pytest.mark.parametrize("history", ["call", "parallel", "nested", "no_arguments"])
+def test_a_call_is_read_as_the_template_writes_it(codecs, name, history):
+    """A template whose format is known; the identities of Kimi's calls are its own."""
+    made = reading(template=TEXTS[name], model_type="")
+    if not made.knows_calls or (name == "llama-3.1" and history == "parallel"):
+        return
+    said = HISTORIES[history][1]
+    if name == "kimi-k2":
+        said = {**said, "tool_calls": [
+            {**one, "id": f"functions.{one['function']['name']}:{number}"}
+            for number, one in enumerate(said["tool_calls"])
+        ]}  # fmt: skip
+    begin = prompt_of(codecs[name], [ASK], tools=TOOLS)
+    whole = prompt_of(codecs[name], [ASK, said], tools=TOOLS, add_generation_prompt=False)
+    size = next(n for n in range(len(whole)) if not begin.startswith(whole[: n + 1]))
+    tools = [{"type": "function", "function": {"name": one, "parameters": SCHEMA}}
+             for one in ("weather", "note")]  # fmt: skip
+    told = parts_of(made, made.free(begin[:size].encode(), tools), [whole[size:]])
+    read = [(one.text, json.loads(other.text))
+            for one, other in itertools.pairwise(told) if one.kind == "call"]  # fmt: skip
+    assert read == [(one["function"]["name"], json.loads(one["function"]["arguments"]))
+                    for one in said["tool_calls"]]  # fmt: skip
 
 
 ANSWERS = {
