@@ -98,7 +98,7 @@ class ChatTemplate:
     variables: Mapping[str, object] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuse a template that no conversation passes. O(template).
+        """Refuse a template that no conversation passes, or that shows none. O(template).
 
         A template that refuses these conversations by `raise_exception` may take others.
 
@@ -107,22 +107,25 @@ class ChatTemplate:
         """
         user = {"role": "user", "content": _WORDS}
         parts = {"role": "user", "content": [{"type": "text", "text": _WORDS}]}
-        first: Exception | None = None
+        failed: list[Exception] = []
         system = {"role": "system", "content": _WORDS}
         for messages, options in (
             ([user], {}), ([system, user], {}), ([parts], {}), ([user], {"tools": []}),
             ([user], {"tools": [_TOOL]}),
         ):  # fmt: skip
             try:
-                self._rendered(messages, options)
+                shown = self._rendered(messages, options)
             except Exception as error:  # noqa: BLE001  # a template may raise any error
                 if type(error) is TemplateError:
                     return
-                first = first or error
+                failed.append(error)
             else:
-                return
+                if _WORDS in shown:
+                    return
+        first = failed[0] if failed else TemplateError("it shows no message")
         line = f" (line {first.lineno})" if isinstance(first, TemplateSyntaxError) else ""
-        raise InvalidArgumentError(f"{reason(first or TemplateError())}{line}")
+        told = str(first) if type(first) is TemplateError else reason(first)
+        raise InvalidArgumentError(f"{told}{line}")
 
     def render(
         self,

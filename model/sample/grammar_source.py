@@ -25,6 +25,9 @@ COMPACT: dict[str, object] = {
     "key_separator": ": ",
 }
 
+_DESCRIPTIONS = frozenset({"type", "title", "description", "$schema"})
+"""Keywords that say nothing about the properties of an object."""
+
 _WHITE = frozenset({"whitespace_flexible", "whitespace_pattern"})
 
 WHITE_SPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,8}"
@@ -153,12 +156,28 @@ class _Writer:
             yield f"call: {' | '.join(calls)}"
         for number, tool in enumerate(tools):
             closes = not self._is_literal or tool["strict"] is True
-            schema = tool["schema"]
-            if closes and isinstance(schema, dict) and {*schema} <= {"type"}:
-                schema = {**schema, "properties": {}}  # it takes nothing
             name = f"the tool {tool['name']!r}: "
+            schema = _of_arguments(name, tool["schema"], closes=closes)
             written = self._schema(f"args{number}", name, schema, COMPACT, closes=closes)
             yield f"args{number}: %json {written}"
+
+
+def _of_arguments(name: str, schema: object, *, closes: bool) -> object:
+    """Return the schema of a tool's arguments, which are an object even if it does not say so.
+
+    Raises:
+        SchemaError: it allows no object.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    types = schema.get("type")
+    types = "object" if types is None else types
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise SchemaError(f"{name}#/type: wanted object, got {json.dumps(types)[:40]}")
+    made = {key: value for key, value in schema.items() if key != "nullable"} | {"type": "object"}
+    if closes and {*made} <= _DESCRIPTIONS:
+        made["properties"] = {}  # it takes nothing
+    return made
 
 
 def _behind(rules: str, begin: str, end: str) -> str:

@@ -7,7 +7,7 @@ that may go on does; and `nullable` allows null. What an object consists of by `
 
 And the refusal of what llguidance cannot enforce, with the place in the schema. Annotations, and
 keywords whose values change nothing, are left out: a format that is not checked, `uniqueItems:
-false`, `minItems: 2.0`.
+false`, `items: null`, an unknown `$schema`.
 
 Does not know: grammars, tokens, requests.
 """
@@ -22,6 +22,12 @@ _FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 })  # fmt: skip
 """The formats that llguidance enforces; JSON Schema has all formats as annotations."""
+
+_DIALECTS = frozenset({
+    *(f"http://json-schema.org/draft-0{number}/schema" for number in (3, 4, 6, 7)),
+    "https://json-schema.org/draft/2019-09/schema", "https://json-schema.org/draft/2020-12/schema",
+})  # fmt: skip
+"""The values of `$schema` that llguidance knows; with others the schema is read as the latest."""
 
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _COUNTS = frozenset({
@@ -39,6 +45,9 @@ _NOTHING: Mapping[str, tuple[object, ...]] = {
     "unevaluatedItems": (True, {}), "$dynamicRef": (), "$recursiveRef": (),
 }  # fmt: skip
 """Keywords that cannot be enforced, with the values that change nothing."""
+
+_VALUES = frozenset({"const", "default"})
+"""Keywords that may be null; others that are null are missing, as some clients write all."""
 
 _CONDITIONS = frozenset({"then", "else"})
 _IDLE = frozenset({"then", "else", "minContains", "maxContains", "nullable"})
@@ -112,7 +121,8 @@ class Schemas:
             return schema
         if not isinstance(schema, Mapping):
             raise SchemaError(f"{place}: wanted a schema, got {json.dumps(schema)[:40]}")
-        schema = self._with_named_properties(schema)
+        given = {key: value for key, value in schema.items() if value is not None or key in _VALUES}
+        schema = self._with_named_properties(given)
         if self.closes and _is_composite(schema):
             names |= self._names(schema, set())
         made: dict[str, object] = {}
@@ -310,11 +320,13 @@ def _checked(
     """Return a keyword that holds no schema as it is enforced."""
     is_nullable = closes and schema.get("nullable") is True
     if key in _COUNTS or key in _NUMBERS:
-        return {} if value is None else {key: _number(key, value, place)}
+        return {key: _number(key, value, place)}
     if key == "format":
         types = schema.get("type", "string")
         is_text = types == "string" or (isinstance(types, list) and "string" in types)
         return {key: value} if value in _FORMATS and is_text else {}
+    if key == "$schema":
+        return {key: value} if str(value).removesuffix("#") in _DIALECTS else {}
     if key == "type":
         return {key: _types(value, place, is_nullable=is_nullable)}
     if key == "enum" and is_nullable and isinstance(value, list) and None not in value:

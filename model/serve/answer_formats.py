@@ -5,9 +5,10 @@ recognised: the tags that its chat template has, else its type.
 
 A form of a call is a text with slots. A space stands for any white space, all else for itself:
 `{name}` is the function's name, `{arguments}` a JSON object, `{call}` a JSON object that has both,
-`{calls}` a list of these, `{number}` the call's number, `{gemma}` an object as Gemma 4 writes it,
-and `{parameters}` parameters that each have a form of their own with `{key}` and `{value}`. Forms
-are tried in their order, so the one that a chat template prints comes first.
+`{calls}` a list of these, `{lines}` several without brackets, `{number}` the call's number,
+`{gemma}` an object as Gemma 4 writes it, and `{parameters}` parameters that each have a form of
+their own with `{key}` and `{value}`. Forms are tried in their order, so the one that a chat
+template prints comes first.
 
 Does not know: how a text is read by them (`call_parser.py`).
 """
@@ -129,7 +130,13 @@ FORMATS = {
         model_types=("qwen3_5",),
     ),
     "seed_oss": AnswerFormat(
-        calls=_tagged("seed:tool_call"),
+        calls=(
+            CallForm(
+                "<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
+                "<parameter={key}>{value}</parameter>\n",
+            ),
+            *_tagged("seed:tool_call")[1:],
+        ),
         before="\n",
         reasoning=("<seed:think>", "</seed:think>"),
         marks=(("<seed:tool_call>", "<function="),),
@@ -173,7 +180,10 @@ FORMATS = {
         calls=(CallForm("<|python_tag|> {call}"), CallForm("{call}")),
         separator=";",
         only_offered=True,
-        marks=(('"parameters": ', "<|python_tag|>"), ('"parameters": ', "<|eom_id|>")),
+        marks=(
+            ('"parameters": ', "<|python_tag|>"), ('"parameters": ', "<|start_header_id|>"),
+            ('"parameters": ', "<|header_start|>"),
+        ),
     ),
     "phi4_mini_json": AnswerFormat(
         calls=(
@@ -210,7 +220,10 @@ FORMATS = {
         ),
     ),
     "jamba": AnswerFormat(
-        calls=(CallForm("<tool_calls> {calls} </tool_calls>"),),
+        calls=(
+            CallForm("<tool_calls> {calls} </tool_calls>"),
+            CallForm("<tool_calls> {lines} </tool_calls>"),  # MiniMax-M1
+        ),
         marks=(("<tool_calls>", "</tool_calls>"),),
         model_types=("jamba",),
     ),
@@ -244,7 +257,7 @@ FORMATS = {
         reasons_again=True,
         layout=(
             "<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>",
-            "<|end|>", "<|return|>",
+            "<|channel|>final <|constrain|>json<|message|>", "<|end|>", "<|return|>",
         ),
         marks=(("<|channel|>", "<|start|>assistant"),),
         model_types=("gpt_oss",),

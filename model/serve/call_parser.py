@@ -24,9 +24,9 @@ Steps = Generator[None, None, _T]
 """Reads a part of a text; yields while it needs more of it."""
 
 _DEEPEST = 64
-_MOST_NAME = 128  # characters
 _BLANK = re.compile(r"\s*")
-_NAME = re.compile(r"[\w.-]*")
+_NAME = re.compile(r"[\w.-]*", re.ASCII)
+_MOST_NAME = 128  # characters; a request may have no other name
 _DIGITS = re.compile(r"[0-9]*")
 _SCALAR = re.compile(r"[-+.\w]*")
 _IS_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
@@ -253,7 +253,7 @@ def _call_of(pairs: list[tuple[str, str]]) -> Call:
     if "function" in fields:
         return _call_of(_whole(members(Source(fields["function"], is_whole=True))))
     name = json.loads(fields.get("name", "null"))
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME or not _NAME.fullmatch(name):
         raise NotACallError
     return Call(name, _object(fields.get("arguments", fields.get("parameters", "null"))))
 
@@ -300,6 +300,8 @@ def calls(
                 made = [(yield from _listed(source))]
             case "{calls}":
                 made = yield from _list(source)
+            case "{lines}":
+                made = yield from _lines(source)
             case "{arguments}" | "{gemma}":
                 text = yield from value(source, is_gemma=piece == "{gemma}")
                 found["{arguments}"] = _object(text)
@@ -330,6 +332,15 @@ def _list(source: Source) -> Steps[list[Call]]:
     if not made:
         raise NotACallError
     return made
+
+
+def _lines(source: Source) -> Steps[list[Call]]:
+    made = [(yield from _listed(source))]
+    while True:
+        yield from blank(source)
+        if (yield from _char(source)) != "{":
+            return made
+        made.append((yield from _listed(source)))
 
 
 def _listed(source: Source) -> Steps[Call]:

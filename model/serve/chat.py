@@ -232,8 +232,9 @@ async def _converse(
 
 def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) -> ReadingForm:
     """How the answer of a request is read."""
+    num_earlier = sum(len(message.tool_calls or ()) for message in body.messages)
     if body.must_call:
-        return service.reading.demanded(prompt, body.chosen)
+        return service.reading.demanded(prompt, body.chosen, num_earlier=num_earlier)
     tools: list[dict[str, object]] = []
     if body.may_call:
         tools = [tool.model_dump() for tool in body.tools or ()]
@@ -242,6 +243,7 @@ def _reading_form(service: Service, body: ChatRequest, prompt: Sequence[int]) ->
         prompt,
         tools,
         1 if body.parallel_tool_calls is False else None,
+        num_earlier=num_earlier,
         is_guided=body.grammar_field != "",
         continued=said if isinstance(said, str) else None,
     )

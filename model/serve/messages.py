@@ -2,7 +2,8 @@
 
 Decides: what of a message's blocks is what of a chat, and how an answer's blocks and events look.
 Tools that Anthropic's own servers or models know, and blocks of other types, are left out and
-named; a document that has no text is refused in the last message, for that is about it.
+named; a document that has no text, or an image that is in a file elsewhere, is refused in the last
+message, for that is about it.
 https://docs.anthropic.com/en/api/messages
 
 Does not know: how a chat is answered (`chat.py`), how an answer is cut into blocks (`blocks.py`).
@@ -145,7 +146,8 @@ def _unread(content: str | Sequence[_Block], place: str) -> Iterator[tuple[str, 
         where = f"{place}.content.{number}"
         is_empty = isinstance(block, ContentBlock) and (
             block.said is None or (block.type == "thinking" and not block.thinking)
-        )
+            or (block.type == "image" and not block.image_url)
+        )  # fmt: skip
         if isinstance(block, Other) or is_empty:
             yield where, block.type
         elif block.content is not None:
@@ -228,9 +230,10 @@ class CountRequest(OtherRequest):
             made = turn.translated(f"messages.{number}")
             unread = list(_unread(turn.content, f"messages.{number}"))
             for place, kind in unread if number == last else ():
-                if kind == "document" or not made:
+                if kind in {"document", "image"} or not made:
                     raise ApiError(
-                        400, f"{place}.type: wanted a block that has text, or an image, got {kind}",
+                        400, f"{place}.type: wanted a block that has text, or an image with its "
+                        f"data or URL, got {kind}",
                         param=f"{place}.type", code="unsupported",
                     )  # fmt: skip
             self._left_out += [f"{place} ({kind})" for place, kind in unread]

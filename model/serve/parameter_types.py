@@ -9,6 +9,7 @@ Invariants: a text is never changed where the schema allows only strings.
 Does not know: how parameters are found in a text.
 """
 
+import ast
 import json
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
@@ -32,8 +33,11 @@ def as_json(text: str, schema: object, root: Mapping[str, object]) -> str:
     parsed = _parsed(said)
     if parsed is not None and not isinstance(parsed[0], str) and _admits(schema, parsed[0], root):
         return said
-    if not _admits(schema, text, root) and parsed is not None:
-        return said
+    if not _admits(schema, text, root):
+        if parsed is not None:
+            return said
+        if said[:1] in {"[", "{"} and (printed := _printed(said)) is not None:
+            return printed
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -88,6 +92,14 @@ def _parsed(text: str) -> tuple[object] | None:
     try:
         return (json.loads(text, parse_constant=refuse),)
     except (ValueError, RecursionError):
+        return None
+
+
+def _printed(text: str) -> str | None:
+    """Return the JSON of a list or an object that is printed as Python does it; else None."""
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 
 

@@ -32,7 +32,9 @@ _UNKNOWN = (
     "--tool-call-parser chooses a format"
 )
 _END_TOKENS = 256  # of a prompt, which may open the reasoning of the answer
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_FENCE = re.compile(r"(?:[ \t>]|[-*+] |\d{1,9}[.)] )*(`{3,}(?!.*`)|~{3,})")
+"""The beginning of a block of code, also within lists and quotes, or its end."""
+
 _FENCE_CHARACTERS = 100
 _TICKS = re.compile(r"(`+)")
 _QUOTES = re.compile(r"""(?:(?:^|[\s(\[])["']|[“‘«])\Z""")  # noqa: RUF001
@@ -65,6 +67,7 @@ class Form:
         demanded: the function that the whole answer calls; "": the answer is a list of calls, as a
             grammar makes it; None: the model calls as it likes.
         most_calls: the largest number of calls; further ones are dropped. None: there is no limit.
+        num_earlier: the number of calls in earlier messages, behind which the template counts.
         begun: the end of the prompt that belongs to the answer.
         is_reasoning: True if the prompt has opened the reasoning.
         may_reason: True if reasoning may come first.
@@ -78,6 +81,7 @@ class Form:
     schemas: Mapping[str, Mapping[str, object]] | None = None
     demanded: str | None = None
     most_calls: int | None = None
+    num_earlier: int = 0
     begun: str = ""
     is_reasoning: bool = False
     may_reason: bool = True
@@ -129,6 +133,7 @@ class Reading:
         tools: Sequence[Mapping[str, object]] = (),
         most_calls: int | None = None,
         *,
+        num_earlier: int = 0,
         is_guided: bool = False,
         continued: str | None = None,
     ) -> Form:
@@ -138,6 +143,7 @@ class Reading:
             prompt: its tokens.
             tools: those that it may call.
             most_calls: as `Form` has it.
+            num_earlier: likewise.
             is_guided: True if a grammar makes the answer, behind its reasoning.
             continued: the beginning of the answer, where the prompt has it.
         """
@@ -151,6 +157,7 @@ class Reading:
             format=self.format,
             schemas=_schemas(tools) if tools and self.knows_calls else None,
             most_calls=most_calls,
+            num_earlier=num_earlier,
             begun=begun,
             is_reasoning=opened is True and (not is_guided or reasoning is not None),
             may_reason=opened is None and continued is None,
@@ -173,14 +180,15 @@ class Reading:
         """Begin to read an answer. O(1)."""
         return Reader(form, new_id)
 
-    def demanded(self, prompt: Sequence[int], named: str | None) -> Form:
+    def demanded(self, prompt: Sequence[int], named: str | None, *, num_earlier: int = 0) -> Form:
         """Return how an answer is read that a grammar of `tools.py` makes calls of. O(prompt).
 
         Args:
             prompt: its tokens.
             named: the function that must be called; None: the answer is a list of calls.
+            num_earlier: as `Form` has it.
         """
-        form = self.free(prompt, is_guided=True)
+        form = self.free(prompt, num_earlier=num_earlier, is_guided=True)
         return replace(form, demanded=named or "", begun="")
 
 
@@ -273,8 +281,8 @@ class _Code:
             found = _FENCE.match(self._line)
             if found and not self._fence:
                 self._fence = found[1]
-            elif found and found[1].startswith(self._fence) and self._line.strip() == found[1]:
-                self._fence = ""
+            elif found and found[1].startswith(self._fence):
+                self._fence = self._line[found.end() :].strip() and self._fence
             self._line = self._end = self._ticks = ""
             self._add_to_line(line)
 
@@ -559,7 +567,7 @@ class Reader:
         most = self._form.most_calls
         if most is not None and self.num_calls >= most:
             return
-        number = call.number or self.num_calls
+        number = call.number or self._form.num_earlier + self.num_calls
         call_id = self._format.call_id.format(name=call.name, number=number) or self._new_id()
         self._parts.append(Part("call", call.name, self.num_calls, call_id))
         if call.arguments:

@@ -174,7 +174,7 @@ class ResponsesRequest(OtherRequest):
         """It as the fields of a chat. O(input).
 
         Raises:
-            ApiError: the arguments of a call are no JSON object.
+            ApiError: the arguments of a call are no JSON object, or an image has no URL.
         """
         names = ("model", "parallel_tool_calls", "temperature", "top_p", "stream", "user")
         fields = {name: getattr(self, name) for name in names}
@@ -217,10 +217,12 @@ class ResponsesRequest(OtherRequest):
             if isinstance(item, Other) or (item.type == "reasoning" and not text):
                 self._left_out.append(f"input.{place} ({item.type})")  # or it is encrypted
             elif item.type.endswith("_output"):
-                output, call_id = _content(item.output), item.call_id or item.id
+                output = _content(item.output, f"input.{place}.output")
+                call_id = item.call_id or item.id
                 told.append({"role": "tool", "tool_call_id": call_id, "content": output})
             elif item.type == "message" and item.role != "assistant":
-                told.append({"role": item.role, "content": _content(item.content or "")})
+                content = _content(item.content or "", f"input.{place}.content")
+                told.append({"role": item.role, "content": content})
             else:
                 if not told or told[-1]["role"] != "assistant":
                     told.append({"role": "assistant", "content": ""})
@@ -236,9 +238,13 @@ class ResponsesRequest(OtherRequest):
         return told
 
 
-def _content(parts: str | Sequence[Part]) -> str | list[dict[str, object]]:
+def _content(parts: str | Sequence[Part], place: str) -> str | list[dict[str, object]]:
     if isinstance(parts, str):
         return parts
+    for number, part in enumerate(parts):
+        if part.type == "input_image" and not part.image_url:  # it is in a file elsewhere
+            field = f"{place}.{number}.image_url"
+            raise ApiError(400, f"{field}: missing", param=field)
     return content_of((part.text or part.refusal, part.image_url) for part in parts)
 
 

@@ -155,6 +155,29 @@ def test_what_changes_nothing_is_left_out(closed, schema):
     assert takes(closed, Grammar.json_schema(obj(v=schema)), {"v": value})
 
 
+@pytest.mark.parametrize("dialect", [
+    "http://json-schema.org/schema#", "https://json-schema.org/draft-07/schema#",
+    "http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema",
+    "https://example.com/own.json", "", None,
+])  # fmt: skip
+def test_a_dialect_that_is_unknown_is_left_out(closed, dialect):
+    schema = {"$schema": dialect, **obj(v=A)}
+    assert takes(closed, Grammar.json_schema(schema), {"v": {"a": 1}})
+    assert not takes(closed, Grammar.json_schema(schema), {"v": {"a": 1, "z": 1}})
+
+
+@pytest.mark.parametrize("key", [
+    "properties", "required", "items", "additionalProperties", "anyOf", "allOf", "enum", "pattern",
+    "format", "type", "$ref", "$defs", "minLength", "not", "prefixItems", "uniqueItems",
+])  # fmt: skip
+def test_a_keyword_that_is_null_is_one_that_is_missing(closed, literal, key):
+    for made in (closed, literal):
+        assert takes(made, Grammar.json_schema({"type": "object", key: None}), {})
+        assert takes(made, Grammar.json_schema({key: None, **obj(v={**A, key: None})}), {"v": {}})
+    assert takes(closed, Grammar.json_schema({"const": None}), "null")
+    assert not takes(closed, Grammar.json_schema({"const": None}), "1")
+
+
 def test_null_is_allowed_where_a_schema_is_nullable(closed, literal):
     for schema in ({"type": "string", "nullable": True},
                    {"type": ["string", "integer"], "nullable": True},
@@ -281,6 +304,42 @@ def test_calls_are_closed_and_compact_and_strict_ones_always(closed, literal):
         assert takes(literal, grammar, said(name, arguments))
     strict = Grammar.tool_calls([(name, schema, True) for name, schema, _ in CALLS], 2)
     assert not takes(literal, strict, said("add", {"a": 1, "z": 2}))
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("schema", [
+    {"properties": {"a": INT}}, {**A, "type": ["object", "null"]}, {**A, "nullable": True},
+    {"anyOf": [{"properties": {"a": INT}}, {"type": "null"}]}, {"oneOf": [A, {"type": "string"}]},
+    {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": INT}}}}, {"enum": [1, "x", {"a": 1}]},
+    {"required": ["a"]}, {**A, "type": None}, {"type": "object", "additionalProperties": INT},
+], ids=json.dumps)  # fmt: skip
+def test_arguments_are_an_object_whatever_else_the_schema_allows(closed, literal, schema, most):
+    grammar = Grammar.tool_calls([("f", schema, False)], most)
+    for made in (closed, literal):
+        for arguments in ({"a": 1}, 1, "x", None, []):
+            said = [{"name": "f", "arguments": arguments}] if most else arguments
+            assert takes(made, grammar, json.dumps(said)) == isinstance(arguments, dict), arguments
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"title": "now", "description": "x"},
+        {"$schema": "http://json-schema.org/draft-07/schema#"},
+    ],
+)
+def test_a_tool_that_describes_no_parameters_takes_none(closed, more):
+    for schema in ({"type": "object", **more}, more):
+        grammar = Grammar.tool_calls([("now", schema, False)], 0)
+        assert takes(closed, grammar, {})
+        assert not takes(closed, grammar, {"z": 1})
+
+
+@pytest.mark.parametrize("types", ["string", ["null", "array"], [], 5])
+def test_a_tool_whose_arguments_are_no_object_is_refused_by_name(closed, types):
+    with pytest.raises(InvalidSettingError, match="the tool 'f': #/type: wanted object, got"):
+        closed.compile(Grammar.tool_calls([("f", {"type": types}, False)], 1)).result()
 
 
 scalars = st.sampled_from([INT, TEXT, {"type": "boolean"}, {"enum": ["x", 3]}])

@@ -44,6 +44,17 @@ def tagged(outer):
     return render
 
 
+def seed(calls):
+    texts = []
+    for name, arguments in calls:
+        values = "".join(f"<parameter={key}>{printed(value)}</parameter>\n"
+                         for key, value in arguments.items())  # fmt: skip
+        texts.append(
+            f"\n<seed:tool_call>\n<function={name}>\n{values}</function>\n</seed:tool_call>"
+        )
+    return "".join(texts)
+
+
 def glm(calls):
     texts = []
     for name, arguments in calls:
@@ -85,7 +96,7 @@ HARMONY = ("<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|
 RENDERED = {
     "hermes": [hermes],
     "qwen3_coder": [tagged("tool_call")],
-    "seed_oss": [tagged("seed:tool_call")],
+    "seed_oss": [seed],
     "glm45": [glm],
     "deepseek_v3": [
         section(*DEEPSEEK, lambda n, a: f"{CALL}function{SEP}{n}\n```json\n{a}\n```{END}", "\n"),
@@ -112,7 +123,11 @@ RENDERED = {
         section("", "", lambda n, a: f"<function={n}>{a}</function>"),
         section("", "", lambda n, a: f"<|from|> assistant\n<|recipient|> {n}\n<|content|> {a}"),
     ],
-    "jamba": [listed("<tool_calls>", "</tool_calls>")],
+    "jamba": [
+        listed("<tool_calls>", "</tool_calls>"),
+        section("<tool_calls>\n", "</tool_calls>",
+                lambda n, a: f'{{"name": "{n}", "arguments": {a}}}\n'),
+    ],
     "internlm": [
         section("", "", lambda n, a: f'<|action_start|><|plugin|>{{"name": "{n}", "parameters": '
                 f"{a}}}<|action_end|>"),
@@ -127,7 +142,7 @@ RENDERED = {
 NAMELESS = {"llama3_json"}  # calls that no tag opens have no text before them
 UNCLEAR = {
     "qwen3_coder": ("\n</parameter>\n<parameter=", "\n</parameter>\n</function>\n</tool_call>"),
-    "seed_oss": ("\n</parameter>\n<parameter=", "\n</parameter>\n</function>\n</seed:tool_call>"),
+    "seed_oss": ("</parameter>\n<parameter=", "</parameter>\n</function>\n</seed:tool_call>"),
     "glm45": ("</arg_value>\n<arg_key>", "</arg_value>\n</tool_call>"),
     "gemma4": ('<|"|>',),
 }

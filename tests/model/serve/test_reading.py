@@ -127,7 +127,10 @@ def test_of_a_model_whose_format_is_unknown_calls_are_text():
         ('<|python_tag|>{"name": x, "parameters": y}', "llama3_json"),
         ("<|tool_call|>[]<|/tool_call|>", "phi4_mini_json"),
         ("<|tool_call|>{{ calls }}", "granite"),
+        ('{{ "<|start_header_id|>" }}{"name": x, "parameters": y}', "llama3_json"),
+        ('{{ "<|header_start|>" }}{"name": x, "parameters": y}', "llama3_json"),
         (">>>all", "functionary"),
+        ('<|start_header_id|>"parameters": x <function=y></function><|eom_id|>', "functionary"),
         ("<|start|>assistant<|channel|>final<|message|>", "openai"),
     ],
 )
@@ -214,6 +217,28 @@ def test_an_argument_has_the_type_that_its_schema_means(name, schema, text, want
     assert repr(arguments) == repr({"a": wanted})
 
 
+@pytest.mark.parametrize(("text", "types", "wanted"), [
+    ("['a', \"b'c\"]", "array", ["a", "b'c"]), ("{'a': True, 'b': None}", "object",
+                                                  {"a": True, "b": None}),
+    ("[{'a': [1.5]}]", ["array", "null"], [{"a": [1.5]}]), ("['a']", ["array", "string"], "['a']"),
+    ("[f(1)]", "array", "[f(1)]"), ("[" * 5000, "array", "[" * 5000),
+    ("{1, 2}", "object", "{1, 2}"),
+])  # fmt: skip
+def test_a_value_that_python_printed_is_read_where_no_text_is_allowed(text, types, wanted):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "properties": {"s": {"type": types}}}}}  # fmt: skip
+    told = (f"<tool_call>\n<function=f>\n<parameter=s>\n{text}\n</parameter>\n</function>\n"
+            "</tool_call>")  # fmt: skip
+    assert calls_of(reading(tool="qwen3_coder"), told, [tool]) == [("f", {"s": wanted})]
+
+
+def test_the_last_channel_may_name_the_form_of_its_text():
+    text = '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>'
+    made = reading(tool="openai")
+    [part] = parts_of(made, made.free(b"<|start|>assistant"), text)
+    assert (part.kind, part.text) == ("content", '{"a": 1}')
+
+
 def test_a_schema_of_many_choices_is_looked_at_once():
     chain = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
     one = tool("f", {"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**chain, "d60": INTEGER}})
@@ -271,6 +296,9 @@ QUOTED = [
     '<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call> x',
     f"Write `{CALL}` for it.",
     f"Write:\n```\n{CALL}\n```\nThat is all.",
+    f"- ```xml\n  {CALL}\n  ```\nThat is all.",
+    f"1. So:\n\n    ```\n    {CALL}\n    ```\n",
+    f"> ~~~ a`b\n> {CALL}\n> ~~~\n",
     f'It is "{CALL}".',
     CALL[:-14],
     "after <think>x</think> it",
@@ -315,8 +343,11 @@ def test_a_tag_that_is_a_special_token_is_never_quoted():
 
 
 @pytest.mark.parametrize(
-    "before", ["", "So `x`:", "So:\n", "```\na\n```\n\n", "It's: ", 'He said "a".']
-)
+    "before",
+    ["", "So `x`:", "So:\n", "```\na\n```\n\n", "It's: ", 'He said "a".', "```ls``` lists:",
+     "```` ``` ```` opens code:", "1. ```sh\n   ls\n   ```", "- ~~~\n  ls\n  ~~~",
+     "> ```\n> ls\n> ```"],
+)  # fmt: skip
 @pytest.mark.parametrize("after", ["", "\n", "\nDone.", f"\n{OTHER}"])
 def test_a_call_is_read_beside_any_text(before, after):
     made = reading()
@@ -334,6 +365,19 @@ def test_a_call_that_ends_with_the_answer_may_lack_its_closing_tag():
     assert calls_of(reading(), CALL[:-14]) == []
 
 
+NAMED = '{"name": "now", "arguments": {}}'
+
+
+@pytest.mark.parametrize("name", ["a b", "now ", "größe", "a/b", "x" * 129])
+def test_a_call_whose_name_no_request_may_have_is_text(name):
+    for made, text in (
+        (reading(), f"<tool_call>{NAMED.replace('now', name)}</tool_call>"),
+        (reading(tool="mistral"), f"[TOOL_CALLS]{name}[ARGS]{{}}"),
+    ):
+        [part] = parts_of(made, made.free(b"x", (NOW,)), text)
+        assert (part.kind, part.text) == ("content", text)
+
+
 def test_the_template_of_kimi_has_the_name_in_the_identity_of_a_call():
     made = reading(tool="kimi_k2")
     text = (
@@ -342,6 +386,11 @@ def test_the_template_of_kimi_has_the_name_in_the_identity_of_a_call():
     )
     [call, _] = parts_of(made, made.free(b"x", (NOW,)), text)
     assert (call.text, call.call_id) == ("now", "functions.now:3")
+    form = made.demanded(b"x", None, num_earlier=5)
+    told = parts_of(made, form, f"[{', '.join([NAMED] * 2)}]")
+    assert [part.call_id for part in told if part.kind == "call"] == [
+        "functions.now:5", "functions.now:6"
+    ]  # fmt: skip
     [call, _] = parts_of(made, made.demanded(b"x", "now"), "{}")
     assert call.call_id == "functions.now:0"
 

@@ -126,6 +126,37 @@ def test_a_document_that_cannot_be_read_is_refused_where_the_question_is_about_i
     assert warned(answer) == ("messages.0.content.0 (document)",)
 
 
+FILE = {"type": "file", "file_id": "f1"}
+
+
+@pytest.mark.parametrize("image", [{"source": FILE}, {"source": {"type": "url"}}, {}])
+def test_an_image_that_is_not_in_the_request_is_refused_where_the_question_is_about_it(http, image):
+    image = {"type": "image", **image}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": [image]}
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}
+    later = [{"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+    for block, place in ((image, "content.0"), (result, "content.0.content.0")):
+        asked = [*CLAUDE["messages"], use, {"role": "user", "content": [block, TEXT_BLOCK]}]
+        refused = http.post("/v1/messages", json={**CLAUDE, "messages": asked})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == f"messages.2.{place}.type"
+        answer = http.post("/v1/messages", json={**CLAUDE, "messages": [*asked, *later]})
+        assert warned(answer) == (f"messages.2.{place} (image)",)
+
+
+@pytest.mark.parametrize("image", [{"file_id": "f1"}, {"image_url": ""}, {"detail": "auto"}])
+@pytest.mark.parametrize("field", ["content", "output"])
+def test_an_image_without_its_url_is_refused_by_name(http, field, image):
+    parts = [{"type": "input_text", "text": "A map:"}, {"type": "input_image", **image}]
+    item = {"role": "user"} if field == "content" else {**OUTPUT}
+    asked = {**CODEX, "input": [{"role": "user", "content": "Hi"}, {**item, field: parts}]}
+    refused = http.post("/v1/responses", json=asked)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == f"input.1.{field}.1.image_url"
+
+
+TEXT_BLOCK = {"type": "text", "text": "Describe it."}
+OUTPUT = {"type": "function_call_output", "call_id": "c1"}
 SEARCH = {"type": "web_search", "name": "web_search"}
 
 

@@ -1,5 +1,6 @@
 """Conversations of agents become the prompts that published chat templates write."""
 
+import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from tests.model.serve.histories import (
     result,
     templates,
 )
+from tests.model.serve.test_reading import parts_of, reading
 
 PROMPTS = json.loads(STORED.read_text())
 TEXTS = templates()
@@ -311,6 +313,34 @@ def test_a_call_of_the_server_sent_back_is_in_the_next_prompt(make_engine, name,
     assert prompt.replace(" ", "") == re.sub("</?s>| ", "", stored)
 
 
+SCHEMA = {"properties": {"text": {"type": "string"}, "list": {"type": "array"}}}
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+@pytest.mark.parametrize("history", ["call", "parallel", "nested", "no_arguments"])
+def test_a_call_is_read_as_the_template_writes_it(codecs, name, history):
+    """A template whose format is known; the identities of Kimi's calls are its own."""
+    made = reading(template=TEXTS[name], model_type="")
+    if not made.knows_calls or (name == "llama-3.1" and history == "parallel"):
+        return
+    said = HISTORIES[history][1]
+    if name == "kimi-k2":
+        said = {**said, "tool_calls": [
+            {**one, "id": f"functions.{one['function']['name']}:{number}"}
+            for number, one in enumerate(said["tool_calls"])
+        ]}  # fmt: skip
+    begin = prompt_of(codecs[name], [ASK], tools=TOOLS)
+    whole = prompt_of(codecs[name], [ASK, said], tools=TOOLS, add_generation_prompt=False)
+    size = next(n for n in range(len(whole)) if not begin.startswith(whole[: n + 1]))
+    tools = [{"type": "function", "function": {"name": one, "parameters": SCHEMA}}
+             for one in ("weather", "note")]  # fmt: skip
+    told = parts_of(made, made.free(begin[:size].encode(), tools), [whole[size:]])
+    read = [(one.text, json.loads(other.text))
+            for one, other in itertools.pairwise(told) if one.kind == "call"]  # fmt: skip
+    assert read == [(one["function"]["name"], json.loads(one["function"]["arguments"]))
+                    for one in said["tool_calls"]]  # fmt: skip
+
+
 ANSWERS = {
     "call": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
     "parallel": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
@@ -420,6 +450,9 @@ BROKEN = {
     "{{ messages[0].content.text.words }}": "has no attribute 'text'",
     "{% include 'other' %}{{ messages }}": "no loader for this environment",
     "{{ 1 / 0 }}": "division by zero",
+    "{# nothing #}": "it shows no message",
+    "{{ bos_token }}": "it shows no message",
+    "{% for m in messages if m.role == 'tool' %}{{ m.content }}{% endfor %}": "it shows no message",
 }
 
 
@@ -446,7 +479,9 @@ def test_a_template_that_takes_some_conversation_starts():
     for text in [
         *TEXTS.values(), None, "{{ raise_exception('documents are wanted') }}",
         {"default": TEXTS["qwen2.5"], "tool_use": TEXTS["hermes-3"]},
-        "{% if messages[0].role != 'system' %}{{ 1 / 0 }}{% endif %}",
+        "{% if messages[0].role != 'system' %}{{ 1 / 0 }}{% endif %}{{ messages }}",
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}",
     ]:  # fmt: skip
         ServeConfig().check_template(engine_of(codec_of(text)))
 
