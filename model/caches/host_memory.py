@@ -138,6 +138,7 @@ class HostPool:
     def allocate(self, num_blocks: int) -> memoryview:
         """See `HostMover.allocate`."""
         self._host = allocate_host(num_blocks, self._block_bytes, self._device)
+        self._is_free = False
         return self._host.numpy().reshape(-1).data
 
     def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Wait:
@@ -156,8 +157,12 @@ class HostPool:
             if self._is_free:
                 raise RuntimeError("the host memory was freed")
             sums = torch.empty(len(moves), dtype=torch.int64, device=self._device)
-            self._backend.move_blocks(self._storages, self._host, moves, sums, to_host=to_host)
-            found.copy_(sums, non_blocking=True)
+            try:
+                self._backend.move_blocks(self._storages, self._host, moves, sums, to_host=to_host)
+                found.copy_(sums, non_blocking=True)
+            except Exception:  # some copies may be on their way, of blocks that are used again
+                self._end_moves(to_host=to_host)
+                raise
             mark = self.mark()
             if mark is not None and not isinstance(self._lock, nullcontext):
                 mark.synchronize()
@@ -169,6 +174,11 @@ class HostPool:
 
         return wait
 
+    def _end_moves(self, *, to_host: bool) -> None:
+        """Wait for all moves of a direction."""
+        if self._torch is not None:
+            self._streams[not to_host].synchronize()
+
     def sums(self, host_ids: Sequence[int]) -> Sequence[int]:
         """See `HostMover.sums`. O(bytes)."""
         sizes = [storage.shape[1] for storage in self._storages]
@@ -178,7 +188,7 @@ class HostPool:
         """See `HostMover.free`."""
         with self._turns[0], self._turns[1]:
             self._is_free = True
-            for stream in filter(None, self._streams):
-                stream.synchronize()
+            for to_host in (True, False):
+                self._end_moves(to_host=to_host)
             if self._host.numel() and self._host.is_pinned():
                 _cuda.cudart().cudaHostUnregister(self._host.data_ptr())

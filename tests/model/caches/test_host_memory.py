@@ -1,6 +1,7 @@
 """Host memory for blocks: how it is allocated for a GPU, and how blocks move on a CPU."""
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -56,3 +57,25 @@ def test_blocks_come_back_as_they_were_and_have_the_sum_of_where_they_are(sizes)
     pool.free()
     with pytest.raises(RuntimeError, match="was freed"):
         pool.load([4], [3])
+    pool.allocate(5)  # another folder is tried, where one of the ranks has not got the first
+    assert pool.store([3], [4])() == pool.load([4], [3])() == sums[:1]
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_move_that_fails_half_way_has_ended_when_it_raises(to_host):
+    waited = []
+
+    class Refusing:
+        def move_blocks(self, *_, **__):
+            raise RuntimeError("the driver refuses a copy of blocks")
+
+    def stream(name):
+        return SimpleNamespace(synchronize=lambda: waited.append(name))
+
+    pool = HostPool(Refusing(), [torch.zeros(9, 64, dtype=torch.uint8)])
+    pool.allocate(5)
+    pool._torch = SimpleNamespace(stream=lambda _: nullcontext())
+    pool._streams = stream("to host memory"), stream("from it")
+    with pytest.raises(RuntimeError, match="refuses"):
+        (pool.store if to_host else pool.load)([3], [4])
+    assert waited == ["to host memory" if to_host else "from it"]
