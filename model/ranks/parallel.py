@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -399,7 +400,10 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
-def _shared_memory(device: torch.device, group: str) -> Tensor | None:
+def _shared_memory(
+    device: torch.device,
+    group: Any,  # noqa: ANN401  # a name, of a type that not all versions of torch have
+) -> Tensor | None:
     """Return memory that the GPUs of a group write into; None: no access, or no Triton."""
     with suppress(RuntimeError, ImportError):
         kernels = model.ranks.sum_kernels
