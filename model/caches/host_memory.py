@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # not loaded where there are no tiers
 _PAGE_BYTES: Final = 4096
 _THREADS: Final = 8
 _STEP_BYTES: Final = 4 << 30  # between reports
+_BATCH_BYTES: Final = 128 << 20
+_CPU_BATCH_BYTES: Final = 32 << 20  # as fast; the first moves wait for the system's pages too
 _cuda: Any = torch.cuda  # its runtime has no types
 _log = logging.getLogger(__name__)
 
@@ -116,6 +118,11 @@ class HostPool:
         if self._device.type != "cpu":
             self._torch = torch.get_device_module(self._device)
             self._streams = self._torch.Stream(), self._torch.Stream()
+
+    @property
+    def batch_bytes(self) -> int:
+        """The bytes to move in one call: a job that is cancelled waits for it. O(1)."""
+        return _CPU_BATCH_BYTES if self._device.type == "cpu" else _BATCH_BYTES
 
     def mark(self) -> Any:  # noqa: ANN401 - an event of the device
         """Return what has been sent to the device so far, for `wait_for`. O(1)."""
