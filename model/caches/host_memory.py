@@ -144,6 +144,7 @@ class HostPool:
 
     def allocate(self, num_blocks: int) -> memoryview:
         """See `HostMover.allocate`."""
+        self._host = torch.empty(0, dtype=torch.uint8)  # what was freed goes first
         self._host = allocate_host(num_blocks, self._block_bytes, self._device)
         self._is_free = False
         return self._host.numpy().reshape(-1).data

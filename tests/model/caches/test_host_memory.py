@@ -1,6 +1,7 @@
 """Host memory for blocks: how it is allocated for a GPU, and how blocks move on a CPU."""
 
 import logging
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -57,8 +58,24 @@ def test_blocks_come_back_as_they_were_and_have_the_sum_of_where_they_are(sizes)
     pool.free()
     with pytest.raises(RuntimeError, match="was freed"):
         pool.load([4], [3])
-    pool.allocate(5)  # another folder is tried, where one of the ranks has not got the first
-    assert pool.store([3], [4])() == pool.load([4], [3])() == sums[:1]
+
+
+def test_memory_that_was_freed_goes_before_other_memory_is_allocated(monkeypatch):
+    """As where one of several ranks has not got a folder, and all try the next one."""
+    pool = HostPool(backends.get_backend("numba"), [torch.ones(9, 64, dtype=torch.uint8)])
+    pool.allocate(5)
+    first = weakref.ref(pool._host)
+    pool.free()
+    held = []
+
+    def allocate(*given):
+        held.append(first())
+        return allocate_host(*given)
+
+    monkeypatch.setattr(host_memory, "allocate_host", allocate)
+    pool.allocate(5)
+    assert held == [None]
+    assert pool.store([3], [4])() == pool.load([4], [3])()
 
 
 @pytest.mark.parametrize("to_host", [True, False])
