@@ -95,7 +95,21 @@ class Turns:
             if not is_long:
                 await asyncio.sleep(0)  # the turn lasts until others have had the event loop
                 return work()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await self._on_thread(work)
+
+    async def _on_thread(self, work: Callable[[], _T]) -> _T:
+        """Run work on a thread. A task that is cancelled meanwhile ends with it, as its turn does.
+
+        So a client that leaves again and again never has two threads.
+        """
+        running = self._threads.submit(work)
+        done = asyncio.wrap_future(running)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if not running.cancel():  # it has begun
+                await asyncio.wait([done])
+            raise
 
 
 async def in_turn(work: Callable[[], _T], *, is_long: bool = True) -> _T:

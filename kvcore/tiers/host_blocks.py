@@ -50,7 +50,7 @@ class HostMover(Protocol):
     """
 
     def allocate(self, num_blocks: int) -> memoryview:
-        """Allocate blocks of host memory, one behind the other. Called once.
+        """Allocate blocks of host memory, one behind the other. Again only after `free`.
 
         Raises:
             MemoryError: there is too little.

@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # not loaded where there are no tiers
 _PAGE_BYTES: Final = 4096
 _THREADS: Final = 8
 _STEP_BYTES: Final = 4 << 30  # between reports
+_BATCH_BYTES: Final = 128 << 20
+_CPU_BATCH_BYTES: Final = 32 << 20  # as fast; the first moves wait for the system's pages too
 _cuda: Any = torch.cuda  # its runtime has no types
 _log = logging.getLogger(__name__)
 
@@ -117,6 +119,11 @@ class HostPool:
             self._torch = torch.get_device_module(self._device)
             self._streams = self._torch.Stream(), self._torch.Stream()
 
+    @property
+    def batch_bytes(self) -> int:
+        """The bytes to move in one call: a job that is cancelled waits for it. O(1)."""
+        return _CPU_BATCH_BYTES if self._device.type == "cpu" else _BATCH_BYTES
+
     def mark(self) -> Any:  # noqa: ANN401 - an event of the device
         """Return what has been sent to the device so far, for `wait_for`. O(1)."""
         if self._torch is None:
@@ -137,7 +144,9 @@ class HostPool:
 
     def allocate(self, num_blocks: int) -> memoryview:
         """See `HostMover.allocate`."""
+        self._host = torch.empty(0, dtype=torch.uint8)  # what was freed goes first
         self._host = allocate_host(num_blocks, self._block_bytes, self._device)
+        self._is_free = False
         return self._host.numpy().reshape(-1).data
 
     def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Wait:
@@ -156,8 +165,12 @@ class HostPool:
             if self._is_free:
                 raise RuntimeError("the host memory was freed")
             sums = torch.empty(len(moves), dtype=torch.int64, device=self._device)
-            self._backend.move_blocks(self._storages, self._host, moves, sums, to_host=to_host)
-            found.copy_(sums, non_blocking=True)
+            try:
+                self._backend.move_blocks(self._storages, self._host, moves, sums, to_host=to_host)
+                found.copy_(sums, non_blocking=True)
+            except Exception:  # some copies may be on their way, of blocks that are used again
+                self._end_moves(to_host=to_host)
+                raise
             mark = self.mark()
             if mark is not None and not isinstance(self._lock, nullcontext):
                 mark.synchronize()
@@ -169,6 +182,11 @@ class HostPool:
 
         return wait
 
+    def _end_moves(self, *, to_host: bool) -> None:
+        """Wait for all moves of a direction."""
+        if self._torch is not None:
+            self._streams[not to_host].synchronize()
+
     def sums(self, host_ids: Sequence[int]) -> Sequence[int]:
         """See `HostMover.sums`. O(bytes)."""
         sizes = [storage.shape[1] for storage in self._storages]
@@ -178,7 +196,7 @@ class HostPool:
         """See `HostMover.free`."""
         with self._turns[0], self._turns[1]:
             self._is_free = True
-            for stream in filter(None, self._streams):
-                stream.synchronize()
+            for to_host in (True, False):
+                self._end_moves(to_host=to_host)
             if self._host.numel() and self._host.is_pinned():
                 _cuda.cudart().cudaHostUnregister(self._host.data_ptr())

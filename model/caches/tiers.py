@@ -137,6 +137,7 @@ def _started(
     """
     found: TierManager | None = None
     try:
+        sizes["batch_bytes"] = pool.batch_bytes
         found = TierManager(kv, tiers, pool, is_shard=ranks is not None, **sizes)
     except TierInUseError as error:
         if not config.shares_disk:

@@ -1,8 +1,9 @@
 """Shares: the tokens that a step computes for each client, while there are several.
 
 Decides: how many tokens a step may have then, and how they are divided. A step should take no
-longer than `STEP_S`, because a client that comes now waits for it: so the time of steps is
-measured, and the budget follows. Of this budget each client has an equal share or all that it
+longer than `STEP_S`, because a client that comes now waits for it, or than twice a step of few
+tokens, because smaller pieces of prompts would save nothing: so the time of steps is measured, and
+the budget follows. Of this budget each client has an equal share or all that it
 wants, whichever is less (max-min fairness, as in fair queueing, Demers, Keshav and Shenker 1989),
 so a client with short prompts never waits for the long ones of another. What a share leaves, for
 want of blocks or because of prefix cache hits, is for all.
@@ -27,11 +28,12 @@ RECENT_STEPS = 1000
 LEAST_TOKENS = 32
 """The tokens that a client may have of a step at least: in smaller pieces prompts take longer."""
 
+_SLOWER = 1.1  # the factor by which a step of few tokens may be slower than the last
 _MOST_GROWTH, _MOST_LOSS = 2, 8  # factors by which one step may change the budget
 
 
 class StepBudget:
-    """The most tokens of a step that takes `STEP_S`, as far as steps have been measured.
+    """The most tokens of a step that is short enough, as far as steps have been measured.
 
     Args:
         most: the most tokens of any step.
@@ -43,16 +45,19 @@ class StepBudget:
     def __init__(self, most: int) -> None:
         self.tokens = most
         self._most = most
+        self._few_s = STEP_S / 2  # of a step of few tokens
 
     def note(self, num_tokens: int, took_s: float) -> None:
         """Take the time of a step into account, if it says something about the budget. O(1).
 
-        A short step that took less than `STEP_S` says nothing: most of its time does not depend
-        on the number of its tokens.
+        A small step that was short enough says nothing: most of its time does not depend on the
+        number of its tokens.
         """
         if num_tokens <= 0 or took_s <= 0:
             return
-        fits = num_tokens * STEP_S / took_s
+        if num_tokens <= LEAST_TOKENS:
+            self._few_s = min(took_s, _SLOWER * self._few_s)
+        fits = num_tokens * max(STEP_S, 2 * self._few_s) / took_s
         if 2 * num_tokens < self.tokens and fits > num_tokens:
             return
         fits = min(max(fits, self.tokens / _MOST_LOSS), self.tokens * _MOST_GROWTH)

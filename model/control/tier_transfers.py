@@ -631,7 +631,10 @@ class TierTransfers:
 
     def _work(self, queue: Any) -> None:  # noqa: ANN401  # a SimpleQueue, or one like it
         while (run := queue.get()) is not None:
-            run()
+            try:
+                run()
+            except Exception:  # noqa: BLE001  # a tier that cannot be measured: transfers go on
+                _log.exception("a transfer of KV failed")
             self._news.set()
             self.wake()
 
@@ -641,9 +644,9 @@ class TierTransfers:
         began_s = self._host.now_s()
         try:
             how(running.job, mark)
-        except Exception:  # noqa: BLE001  # whatever it is, its request computes
+        except Exception:  # whatever it is, its request computes
             running.has_failed = True
-            _log.exception("a transfer of KV failed")
+            raise
         finally:
             running.took_s = self._host.now_s() - began_s
             running.is_over = True

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,15 +121,10 @@ class Sums:
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self.group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._rank, self._size = ranks.rank, ranks.size
-        shared = self._shared = torch.empty(0, dtype=torch.int64, device=device)
-        if device.type == "cuda" and ranks.size in _KERNEL_SIZES:
-            with suppress(RuntimeError, ImportError):  # no access, or no Triton
-                kernels = model.ranks.sum_kernels
-                count = kernels.shared_words()
-                shared = symmetric_memory.empty(count, dtype=torch.int64, device=device)
-                addresses = symmetric_memory.rendezvous(shared, self.group).buffer_ptrs
-                kernels.begin(shared, addresses)
-        if ranks.all_reduce_min(len(shared)):
+        self._shared = torch.empty(0, dtype=torch.int64, device=device)
+        has_kernels = device.type == "cuda" and ranks.size in _KERNEL_SIZES
+        shared = _shared_memory(device, self.group) if has_kernels else None
+        if ranks.all_reduce_min(int(shared is not None)) and shared is not None:
             self._shared = shared
 
     def __call__(self, part: Tensor) -> Tensor:
@@ -402,6 +398,20 @@ def _padded_part(whole: Tensor, ranks: Ranks) -> Tensor:
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _shared_memory(
+    device: torch.device,
+    group: Any,  # noqa: ANN401  # a name, of a type that not all versions of torch have
+) -> Tensor | None:
+    """Return memory that the GPUs of a group write into; None: no access, or no Triton."""
+    with suppress(RuntimeError, ImportError):
+        kernels = model.ranks.sum_kernels
+        shared = symmetric_memory.empty(kernels.shared_words(), dtype=torch.int64, device=device)
+        addresses = symmetric_memory.rendezvous(shared, group).buffer_ptrs
+        kernels.begin(shared, addresses)
+        return shared
+    return None
 
 
 def _summed(part: Tensor, group: str) -> Tensor:

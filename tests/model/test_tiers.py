@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,9 @@ import xxhash
 
 import backends
 import kvcore
-from kvcore.tiers import Folder, PeerSession, TierManager
+from kvcore.tiers import Folder, PeerSession
 from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
-from model.caches import tiers as tiers_module
+from model.caches.host_memory import HostPool
 from model.caches.tiers import PooledBlocks
 from model.control.request import FinishReason
 from model.control.submission import salted
@@ -375,13 +375,21 @@ def test_a_failure_costs_no_copies_of_before(what, tmp_path, monkeypatch, is_asy
 
 @pytest.mark.parametrize("batch_bytes", [1, 1 << 20], ids=["a block at once", "all at once"])
 def test_batches_of_any_size_move_the_same_bytes(batch_bytes, tmp_path, monkeypatch):
-    manager = partial(TierManager, batch_bytes=batch_bytes)
-    monkeypatch.setattr(tiers_module, "TierManager", manager)
+    sizes = []
+
+    def moved(move, pool, block_ids, host_ids):
+        sizes.append(len(block_ids))
+        return move(pool, block_ids, host_ids)
+
+    monkeypatch.setattr(HostPool, "batch_bytes", batch_bytes)
+    for name in ("load", "store"):
+        monkeypatch.setattr(HostPool, name, partialmethod(partial(moved, getattr(HostPool, name))))
     engine = make(disk=tmp_path, sanitize=True)
     assert run(engine) == run(make())
     drain(engine)
     assert engine.tiers.stats.num_loaded_tokens > 200
     assert engine.tiers.stats.num_failed_loads == 0
+    assert (max(sizes) == 1) == (batch_bytes == 1)
 
 
 def test_a_folder_has_one_process_and_replicas_a_folder_each(tmp_path):

@@ -93,6 +93,33 @@ def test_work_that_is_cancelled_while_it_waits_gives_its_turn_up():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_that_is_cancelled_while_a_thread_does_it_keeps_its_turn(fails):
+    began, goes_on, done = threading.Event(), threading.Event(), []
+
+    def work():
+        began.set()
+        goes_on.wait(60)
+        done.append("first")
+        if fails:
+            raise ValueError("the client reads it no more")
+
+    async def main():
+        turns = Turns()
+        first = asked(turns, "one", work, is_long=True)
+        second = asked(turns, "one", lambda: done.append("second"), is_long=True)
+        await asyncio.to_thread(began.wait, 60)
+        first.cancel()
+        await asked(turns, "other", lambda: done.append("other"), is_long=True)
+        goes_on.set()
+        await second
+        assert first.cancelled()
+        assert turns.num_clients == 0
+
+    asyncio.run(main())
+    assert done == ["other", "first", "second"]
+
+
 def test_without_a_caller_work_is_done_at_once():
     async def main():
         return await in_turn(lambda: 1), await in_turn(lambda: 2, is_long=False)

@@ -1,6 +1,8 @@
 """Host memory for blocks: how it is allocated for a GPU, and how blocks move on a CPU."""
 
 import logging
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -56,3 +58,41 @@ def test_blocks_come_back_as_they_were_and_have_the_sum_of_where_they_are(sizes)
     pool.free()
     with pytest.raises(RuntimeError, match="was freed"):
         pool.load([4], [3])
+
+
+def test_memory_that_was_freed_goes_before_other_memory_is_allocated(monkeypatch):
+    """As where one of several ranks has not got a folder, and all try the next one."""
+    pool = HostPool(backends.get_backend("numba"), [torch.ones(9, 64, dtype=torch.uint8)])
+    pool.allocate(5)
+    first = weakref.ref(pool._host)
+    pool.free()
+    held = []
+
+    def allocate(*given):
+        held.append(first())
+        return allocate_host(*given)
+
+    monkeypatch.setattr(host_memory, "allocate_host", allocate)
+    pool.allocate(5)
+    assert held == [None]
+    assert pool.store([3], [4])() == pool.load([4], [3])()
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_move_that_fails_half_way_has_ended_when_it_raises(to_host):
+    waited = []
+
+    class Refusing:
+        def move_blocks(self, *_, **__):
+            raise RuntimeError("the driver refuses a copy of blocks")
+
+    def stream(name):
+        return SimpleNamespace(synchronize=lambda: waited.append(name))
+
+    pool = HostPool(Refusing(), [torch.zeros(9, 64, dtype=torch.uint8)])
+    pool.allocate(5)
+    pool._torch = SimpleNamespace(stream=lambda _: nullcontext())
+    pool._streams = stream("to host memory"), stream("from it")
+    with pytest.raises(RuntimeError, match="refuses"):
+        (pool.store if to_host else pool.load)([3], [4])
+    assert waited == ["to host memory" if to_host else "from it"]

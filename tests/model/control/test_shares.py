@@ -4,7 +4,7 @@ import math
 from itertools import count
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import kvcore
@@ -59,8 +59,13 @@ floods = st.lists(
     min_size=1,
     max_size=16,
 )
+long_ones = [(client, 3000, 1, 0) for client in "abcabc"]
 hunt = settings(
-    derandomize=True, max_examples=30, deadline=None, database=None, phases=[Phase.generate]
+    derandomize=True,
+    max_examples=30,
+    deadline=None,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
 )
 
 
@@ -69,6 +74,7 @@ def hold_to_the_bound(kind):
 
     @hunt
     @given(floods, st.sampled_from([2e-5, 1e-4, 3e-4]), st.integers(1, 40))
+    @example(long_ones, 3e-4, 40)  # draws alone find some planted bugs by luck
     def run(flood, token_s, length):
         server = Server(kind, token_s)
         server.add("polite", length)
@@ -212,6 +218,23 @@ def test_the_budget_follows_the_time_of_steps(token_s, step_s):
             budget.note(1, step_s + token_s)  # a step that says nothing
         took_s = step_s + factor * budget.tokens * token_s
         assert took_s == pytest.approx(STEP_S, rel=0.1) or budget.tokens == 8192
+
+
+@pytest.mark.parametrize(("token_s", "step_s"), [(1e-4, 0.04), (2e-4, 0.045), (1e-4, 0.2)])
+def test_where_few_tokens_take_long_a_prompt_is_not_cut_smaller_than_that_is_worth(token_s, step_s):
+    budget = StepBudget(8192)
+    for _ in range(60):
+        budget.note(budget.tokens, step_s + budget.tokens * token_s)
+        budget.note(1, step_s + token_s)
+    took_s = step_s + budget.tokens * token_s
+    assert took_s == pytest.approx(2 * step_s, rel=0.1)
+    budget.note(1, 1e3)  # one slow step changes little
+    budget.note(budget.tokens, took_s)
+    assert budget.tokens * token_s <= 1.5 * step_s
+    for _ in range(60):  # the device has become fast
+        budget.note(budget.tokens, budget.tokens * token_s)
+        budget.note(1, token_s)
+    assert budget.tokens * token_s == pytest.approx(STEP_S, rel=0.1)
 
 
 def test_the_budget_has_bounds_whatever_was_measured():

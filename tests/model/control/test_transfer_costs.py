@@ -1,12 +1,13 @@
 """Whether a load is worth it: never slower, at any rates of computing and loading."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.control.tier_transfers import TransferCosts
+from model.control.tier_transfers import TierTransfers, TransferCosts
 
 
 class Found:
@@ -86,3 +87,20 @@ def test_with_any_rates_no_first_token_is_later_than_without_tiers(compute_s, ra
                 tried |= new
         most_s = max(0.25, 0.05 * without_s) if new else 1e-9
         assert took_s <= without_s * (1 + 1e-9) + most_s
+
+
+def test_a_tier_that_fails_while_it_is_measured_ends_no_thread():
+    def fail(_):
+        raise RuntimeError("the driver refuses a copy of blocks")
+
+    disk = SimpleNamespace(name="disk")
+    tiers = SimpleNamespace(marks=tuple, tiers=(disk,), probe=fail)
+    costs = TransferCosts(1000)
+    costs.doubted.add("disk")
+    transfers, goes_on = TierTransfers(tiers, None, costs), threading.Event()
+    transfers._probe(Found)
+    transfers._queues[0].put(goes_on.set)
+    assert goes_on.wait(60)
+    assert costs.doubted == {"disk"}
+    for queue in transfers._queues:
+        queue.put(None)

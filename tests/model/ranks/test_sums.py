@@ -1,6 +1,7 @@
 """The kernels that add up over GPUs, interpreted: each GPU's sum is that of all parts."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
-from model.ranks import sum_kernels
+from model.ranks import parallel, sum_kernels
 
 
 def run(interpreting, *arguments):
@@ -35,6 +36,25 @@ def test_parts_that_no_line_fits_are_added_up_by_nccl():
     assert not sum_kernels.takes(fits[:0], 4)
     large = torch.empty(sum_kernels.MOST_BYTES // 2 + 64, dtype=torch.bfloat16)
     assert not sum_kernels.takes(large, 4)
+
+
+@pytest.mark.parametrize("broken", ["empty", "rendezvous", "begin"])
+def test_gpus_that_cannot_write_each_others_memory_have_none_that_is_shared(broken, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no access")
+
+    shared = torch.zeros(64, dtype=torch.int64)
+    found = {
+        "empty": lambda *_, **__: shared,
+        "rendezvous": lambda *_: SimpleNamespace(buffer_ptrs=[1]),
+    }
+    for name, fake in found.items():
+        monkeypatch.setattr(parallel.symmetric_memory, name, fake)
+    monkeypatch.setattr(sum_kernels, "begin", lambda *_: None)
+    assert parallel._shared_memory(torch.device("cuda"), "all") is shared
+    where = sum_kernels if broken == "begin" else parallel.symmetric_memory
+    monkeypatch.setattr(where, broken, fail)
+    assert parallel._shared_memory(torch.device("cuda"), "all") is None
 
 
 @pytest.mark.parametrize(("capability", "size"), [(80, 8), (90, 4)])
