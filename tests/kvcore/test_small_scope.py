@@ -15,7 +15,7 @@ REACHED = {
     "six before four": [1, 2, 17, 112, 620],
     "uneven three": [1, 2, 17, 114, 647],
     "window, told later": [1, 2, 17, 110, 616],
-    "full and window, loaded": [1, 2, 18, 133, 833],
+    "full and window, loaded": [1, 2, 18, 133, 831],
     "full and state": [1, 2, 21, 175, 1318],
     "full and three pieces": [1, 2, 21, 175],
     "full and state, told later": [1, 2, 19, 145, 958],

