@@ -146,7 +146,7 @@ BUDGETS = {
     "lines of model/sample": 3_101,
     "lines of model/serve": 7_857,
     "lines of model/tiny": 43,
-    "lines of tests": 91_447,
+    "lines of tests": 91_449,
     "lines of the product": 85_719,
     "arrows between folders of model": 81,
     "docstrings that begin with What, Whether or See": 180,
