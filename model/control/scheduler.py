@@ -329,7 +329,8 @@ class Scheduler:
         budget = min(self._budget, max(least, left))
         self._shares = Shares(wanted, budget)
         self._plan_in_order()
-        if 0 < self._shares.left < budget:
+        # A request that is swapped in by this step can no longer be preempted for others.
+        if 0 < self._shares.left < budget and not self._loads:
             self._shares.join()
             self._plan_in_order()
         self._budget = max(0, min(self._budget, self._shares.left))  # what drafts may have
