@@ -127,7 +127,7 @@ def test_a_page_stays_short(page):
 
 
 def test_all_pages_together_stay_short():
-    assert sum(SITE.values()) + WORDS[ROOT / "README.md"] <= 38_200
+    assert sum(SITE.values()) + WORDS[ROOT / "README.md"] <= 38_300
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "data").glob("*.json")), ids=name)
