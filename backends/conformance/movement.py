@@ -165,7 +165,7 @@ def _moves(
     moves: tuple[tuple[int, int], ...],
     to_host: bool,  # noqa: FBT001
 ) -> Finding:
-    """Two caches of a shape of their own, and one with memory of others between its blocks."""
+    """Return two caches of different shapes, and one whose blocks do not follow each other."""
     whole = _pattern((5, 2, *shapes[0]), dtype, 50, strided=False)[0]
     memories = [*(_pattern((5, *shape), dtype, 0, strided=False)[0] for shape in shapes), whole]
     there = [memory.clone().to(backend.device) for memory in memories]

@@ -87,7 +87,7 @@ class NumbaBackend:
     def move_blocks(
         self, caches: Sequence[Tensor], host: Tensor, moves: Tensor, sums: Tensor, *, to_host: bool
     ) -> None:
-        """See `Backend.move_blocks`."""
+        """Copy whole blocks between the caches and host memory, and sum each."""
         move_blocks(self, self._workers, caches, host, moves, sums, to_host=to_host)
 
     def compute_slot_mapping(

@@ -219,7 +219,7 @@ class DiskTier(IndexedTier[tuple[Header, int]]):
         return lambda: self._end_read(len(keys), runs, wait())
 
     def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
-        """See `Tier.probe`: the oldest copies are read, and are not counted."""
+        """Read the oldest copies, as `Tier.probe` wants; these are not counted."""
         left = [view for copy in copies for view in blocks.views(copy)]
         found: list[Wanted] = []
         with self._lock:

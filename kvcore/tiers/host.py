@@ -16,7 +16,7 @@ from kvcore.tiers.record import Key, Meaning
 from kvcore.tiers.tier import IndexedTier, TierError, read_each
 
 ENTRY_BYTES: Final = 512
-"""What is counted for a copy beside its payload: its key, sums and places in the order."""
+"""The bytes that a copy counts beside its payload: its key, sums and places in the order."""
 
 
 @final
@@ -112,7 +112,7 @@ class HostTier(IndexedTier[HostCopy]):
                 self._drop(key)
 
     def get(self, key: Key, length: int) -> memoryview | None:
-        """See `Tier.get`."""
+        """Return a copy, or None, as `Tier.get` does."""
         copy = self.hold(key, length)
         if copy is None:
             return None
@@ -126,7 +126,7 @@ class HostTier(IndexedTier[HostCopy]):
         return None
 
     def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
-        """See `Tier.probe`: some blocks move here, which takes as long as the way back."""
+        """Move some blocks here, which takes as long as the way back, as `Tier.probe` wants."""
         ids = [host_id for copy in copies for host_id in copy.ids]
         blocks.mover.store(range(1, len(ids) + 1), ids)()
         return len(ids) * blocks.block_bytes
@@ -134,11 +134,11 @@ class HostTier(IndexedTier[HostCopy]):
     def begin_read(
         self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
     ) -> Callable[[], Sequence[bool]]:
-        """See `Tier.begin_read`. One after the other, when they are waited for."""
+        """Begin to read copies: one after the other, when they are waited for."""
         return partial(read_each, self, keys, targets)
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:
-        """See `Tier.put`."""
+        """Store a copy, as `Tier.put` says."""
         if epoch != self.epoch or len(payload) + ENTRY_BYTES > self.stats.capacity_bytes:
             return False
         if key in self._entries:
@@ -163,7 +163,7 @@ class HostTier(IndexedTier[HostCopy]):
                     self._drop(key)
 
     def clear(self) -> None:
-        """See `Tier.clear`. O(copies)."""
+        """Drop all copies. O(copies)."""
         with self._lock:
             self.epoch += 1
             copies = [*self._entries.values()]

@@ -89,12 +89,12 @@ class OneByOne:
         self._memory = memoryview(b"")
 
     def allocate(self, num_blocks: int) -> memoryview:
-        """See `HostMover.allocate`."""
+        """Allocate blocks of host memory, one behind the other."""
         self._memory = memoryview(bytearray(num_blocks * self._size))
         return self._memory
 
     def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Wait:
-        """See `HostMover.store`. O(bytes)."""
+        """Copy blocks to blocks of host memory, and sum each. O(bytes)."""
         if self._mover is not None:
             for block_id, host_id in zip(block_ids, host_ids, strict=True):
                 self._at(host_id)[:] = self._mover.read_block(block_id)
@@ -102,7 +102,7 @@ class OneByOne:
         return lambda: found
 
     def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Wait:
-        """See `HostMover.load`. O(bytes)."""
+        """Copy blocks of host memory to blocks, and sum each. O(bytes)."""
         if self._mover is not None:
             for block_id, host_id in zip(block_ids, host_ids, strict=True):
                 self._mover.write_block(block_id, self._at(host_id))
@@ -110,11 +110,11 @@ class OneByOne:
         return lambda: found
 
     def sums(self, host_ids: Sequence[int]) -> Sequence[int]:
-        """See `HostMover.sums`. O(bytes)."""
+        """Return the sums of blocks of host memory. O(bytes)."""
         return [xxhash.xxh3_64_intdigest(self._at(host_id)) for host_id in host_ids]
 
     def free(self) -> None:
-        """See `HostMover.free`. The memory goes with the last view of it."""
+        """Free the host memory, which goes with the last view of it."""
 
     def _at(self, host_id: int) -> memoryview:
         return self._memory[host_id * self._size : (host_id + 1) * self._size]

@@ -163,7 +163,7 @@ class PeerTier:
         """See `Tier.touch`; the peer notes its own uses."""
 
     def probe(self, blocks: HostBlocks, copies: Sequence[HostCopy]) -> int:
-        """See `Tier.probe`: some copies of a block."""
+        """Read some copies of a block, as `Tier.probe` wants."""
         with self._lock:
             keys = [*islice(self._known, min(_PROBED, len(copies)))]
         found = [self.get(key, blocks.block_bytes) for key in keys]
@@ -172,7 +172,7 @@ class PeerTier:
     def begin_read(
         self, keys: Sequence[Key], targets: Sequence[Sequence[memoryview]]
     ) -> Callable[[], Sequence[bool]]:
-        """See `Tier.begin_read`. One after the other, when they are waited for."""
+        """Begin to read copies: one after the other, when they are waited for."""
         return partial(read_each, self, keys, targets)
 
     def put(self, key: Key, payload: memoryview, priority: int, epoch: int) -> bool:

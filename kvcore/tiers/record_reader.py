@@ -1,4 +1,4 @@
-"""How records of segments are read: those that follow each other in one call, by several threads.
+"""Reads of records by several threads; records that follow each other are read by one call.
 
 Decides: which records one call reads, on which thread. A payload goes straight to where it is
 wanted, in pieces, and is checked there; nothing is held meanwhile, so a record may be evicted while

@@ -161,7 +161,7 @@ class ReadingTier(Protocol):
     """A tier that returns one copy after the other."""
 
     def get(self, key: Key, length: int) -> memoryview | None:
-        """See `Tier.get`."""
+        """Return a copy, or None, as `Tier.get` does."""
         ...
 
 

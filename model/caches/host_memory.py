@@ -143,18 +143,18 @@ class HostPool:
             self._torch.current_stream().wait_stream(self._streams[1])
 
     def allocate(self, num_blocks: int) -> memoryview:
-        """See `HostMover.allocate`."""
+        """Allocate blocks of host memory, one behind the other."""
         self._host = torch.empty(0, dtype=torch.uint8)  # what was freed goes first
         self._host = allocate_host(num_blocks, self._block_bytes, self._device)
         self._is_free = False
         return self._host.numpy().reshape(-1).data
 
     def store(self, block_ids: Sequence[int], host_ids: Sequence[int]) -> Wait:
-        """See `HostMover.store`. O(blocks); on a CPU O(bytes)."""
+        """Begin to copy blocks to blocks of host memory. O(blocks); on a CPU O(bytes)."""
         return self._move(block_ids, host_ids, to_host=True)
 
     def load(self, host_ids: Sequence[int], block_ids: Sequence[int]) -> Wait:
-        """See `HostMover.load`. O(blocks); on a CPU O(bytes)."""
+        """Begin to copy blocks of host memory to blocks. O(blocks); on a CPU O(bytes)."""
         return self._move(block_ids, host_ids, to_host=False)
 
     def _move(self, block_ids: Sequence[int], host_ids: Sequence[int], *, to_host: bool) -> Wait:
@@ -188,12 +188,12 @@ class HostPool:
             self._streams[not to_host].synchronize()
 
     def sums(self, host_ids: Sequence[int]) -> Sequence[int]:
-        """See `HostMover.sums`. O(bytes)."""
+        """Return the sums of blocks of host memory. O(bytes)."""
         sizes = [storage.shape[1] for storage in self._storages]
         return [backends.block_sum(torch.split(self._host[one], sizes)) for one in host_ids]
 
     def free(self) -> None:
-        """See `HostMover.free`."""
+        """Free the host memory, after the moves that are under way."""
         with self._turns[0], self._turns[1]:
             self._is_free = True
             for to_host in (True, False):

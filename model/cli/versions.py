@@ -1,4 +1,4 @@
-"""Which packages of the environment are in versions that kvcore was not tried with.
+"""Packages of the environment whose versions kvcore was not tried with.
 
 Decides: that the metadata of what is installed says which versions are supported: of the engine and
 its kernels, or of kvcore in an editable install. A checkout that is not installed has none.

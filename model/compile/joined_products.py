@@ -132,7 +132,7 @@ def expands_for(device: torch.device) -> Expands | None:
 
 
 class _Part(NamedTuple):
-    """What an adapter adds to a part of a product.
+    """The term that an adapter adds to a part of a product.
 
     Attributes:
         node: the call that adds it.

@@ -372,7 +372,7 @@ def expand_parts(
 
 
 class _Rows(NamedTuple):
-    """What the kernels for single rows are given of a product and of what is added to it."""
+    """The arguments of the kernels for single rows: a product, and the terms added to it."""
 
     rows: Tensor
     halves: Tensor

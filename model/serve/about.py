@@ -33,7 +33,7 @@ def about(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        """Which models there are: one, by each of its names, and its LoRA adapters."""
+        """List the models: one, by each of its names, and its LoRA adapters."""
         return ModelList(data=[card(name) for name in service.names])
 
     @router.get("/v1/models/{model:path}")

@@ -1,4 +1,4 @@
-"""How families of models write calls of tools and reasoning: a table.
+"""The formats in which families of models write calls of tools and reasoning: a table.
 
 Decides: which formats are known, by vLLM's names where it has them, and by what a model's format is
 recognised: the tags that its chat template has, else its type.
@@ -35,7 +35,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How a family of models writes its answers.
+    """The format in which a family of models writes its answers.
 
     Attributes:
         calls: the forms of a call.

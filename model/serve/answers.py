@@ -11,7 +11,7 @@ from model.serve.tools import ToolCall
 
 
 class PromptTokensDetails(BaseModel):
-    """What became of a prompt's tokens."""
+    """The counts of a prompt's tokens by their kind."""
 
     cached_tokens: int
 
@@ -23,7 +23,7 @@ class CompletionTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """How many tokens an answer took."""
+    """The numbers of tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -82,7 +82,7 @@ class Completion(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the assistant says."""
+    """The message of the assistant."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -156,7 +156,7 @@ class Version(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """The description of an error."""
 
     message: str
     type: str

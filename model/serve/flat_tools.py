@@ -99,7 +99,7 @@ FlatChoice = (
         by_type("function", "custom", "allowed_tools", apart=True),
     ]
 )
-"""Which tools are called."""
+"""The mode in which tools are called, or the tool to call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ def _in_header(names: Iterable[str], most: int) -> list[str]:
 
 
 class GenerationRequest(Strict):
-    """What completions and chats have in common.
+    """The fields that completions and chats have in common.
 
     Attributes:
         ignored: fields from which nothing follows although they ask for something.

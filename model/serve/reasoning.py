@@ -1,4 +1,4 @@
-"""How many tokens of an answer are reasoning.
+"""The count of an answer's tokens that are reasoning.
 
 Decides: that a token counts if any character of it is in the text of the reasoning; the marks that
 begin and end it do not.

@@ -71,7 +71,7 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call a model: the model's names, then those of its LoRA adapters."""
+        """The names that clients may give: the model's, then those of its LoRA adapters."""
         return *self._own_names, *self.engine.engine.adapter_names
 
     def adapter(self, name: str | None) -> str | None:
